@@ -1,0 +1,1 @@
+"""Plan and run synchronous hybrid-parallel training of any PyTorch model."""

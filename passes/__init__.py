@@ -1,0 +1,1 @@
+"""The compiler: one pass a file."""

@@ -1,0 +1,1 @@
+"""What happens once programs exist: execution, transport, simulation."""
