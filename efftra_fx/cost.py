@@ -98,13 +98,15 @@ class NodeCost:
     def option(self, tensor: int = 1, recompute: bool = False, kind: str = "") -> Option | None:
         """The way to compute it with this width on this kind of device; `None` when there is none.
 
-        Options made for the kind go before options for any kind, and both before the base.
+        A kind with options of its own is served by those alone; any other by the options
+        for any kind, and at last by the base.
         """
-        for wanted in dict.fromkeys((kind, "")):
-            for option in self.options:
-                if (option.tensor, option.recompute, option.kind) == (tensor, recompute, wanted):
-                    return option
-        return self.base if tensor == 1 and not recompute else None
+        own = any(option.kind == kind for option in self.options)
+        wanted = (tensor, recompute, kind if own else "")
+        for option in self.options:
+            if (option.tensor, option.recompute, option.kind) == wanted:
+                return option
+        return self.base if tensor == 1 and not recompute and (not own or not kind) else None
 
     def with_recompute(self) -> NodeCost:
         """Add, beside each option that lacks it, the same with the forward computed again in the backward."""
