@@ -42,6 +42,14 @@ class InputError(EfftraError):
     """Raise when a step is given something other than what was compiled for."""
 
 
+class DifferentiateError(EfftraError):
+    """Raise when a graph cannot be differentiated ahead of time."""
+
+
+class EmitError(EfftraError):
+    """Raise when a graph cannot be turned into flat code."""
+
+
 class ProgramError(EfftraError):
     """Raise when a text is not a rank program."""
 

@@ -1,0 +1,98 @@
+"""Cut pieces out of a joint graph: what a set of values needs, down to a set of sources."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from efftra_fx.errors import DifferentiateError
+
+
+def ancestors(values: Iterable[Any], sources: Set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that `values` need, stopping at (and including) the sources they reach."""
+    reached: set[fx.Node] = set()
+    waiting = [value for value in values if isinstance(value, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node in reached:
+            continue
+        reached.add(node)
+        if node not in sources:
+            waiting.extend(node.all_input_nodes)
+    return reached
+
+
+def descendants(graph: fx.Graph, roots: Set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that depend on any of `roots`, the roots included."""
+    reached = set(roots)
+    for node in graph.nodes:
+        if any(value in reached for value in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def cut(
+    module: torch.nn.Module,
+    graph: fx.Graph,
+    *,
+    sources: Sequence[fx.Node],
+    results: Sequence[Any],
+) -> fx.GraphModule:
+    """Return the graph that computes `results` from `sources`, in the order of `graph`.
+
+    Placeholders are the sources, in order, under their own names. Results may be nodes,
+    None or plain constants.
+    """
+    needed = ancestors(results, frozenset(sources))
+    piece = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in sources:
+        copies[source] = piece.placeholder(source.name)
+        copies[source].meta = dict(source.meta)
+    for node in graph.nodes:
+        if node not in needed or node in copies:
+            continue
+        if node.op == "placeholder":
+            raise DifferentiateError(f"a piece of the graph needs {node.name}, which it is not given")
+        copies[node] = piece.node_copy(node, copies.__getitem__)
+    piece.output(tuple(copies[value] if isinstance(value, fx.Node) else value for value in results))
+    return fx.GraphModule(module, piece)
+
+
+def storage_bytes(values: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> int:
+    """Return the bytes that stay allocated while `values` live; shared storage counts once."""
+    held = {key for node in without for key, _ in _storages(node)}
+    sizes = {key: size for node in values for key, size in _storages(node) if key not in held}
+    return sum(sizes.values())
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return []
+    storage = value.untyped_storage()
+    return [(storage._cdata, storage.nbytes())]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tell whether a node draws random numbers, or picks from one that does."""
+    if node.target is operator.getitem:
+        return is_random(node.all_input_nodes[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    dropout = argument(node, "dropout_p")
+    return not (isinstance(dropout, float) and dropout == 0.0)  # attention draws only for its dropout
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return the argument of an operator's call by its name in the schema, its default if not given, else None."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+            return declared.default_value if given is None else given
+    return None
