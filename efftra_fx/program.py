@@ -19,6 +19,7 @@ and parse back to equal ones (`program_text.py`):
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -319,3 +320,48 @@ def _check_rows(start: int, stop: int) -> None:
 def _check_ranks(what: str, ranks: tuple[int, ...]) -> None:
     if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0:
         raise ProgramError(f"{what} needs ranks in rising order, each once, got {list(ranks)}")
+
+
+def awaited_receives(program: RankProgram) -> dict[int, tuple[int, ...]]:
+    """Return, for each instruction that computes, the receives that it waits for, all by index.
+
+    A forward waits for the values of its micro-batch, a backward for their
+    gradients; what it must wait for stands before it.
+    """
+    posted: dict[tuple[int, bool], list[int]] = {}
+    awaited: dict[int, tuple[int, ...]] = {}
+    for index, instruction in enumerate(program.instructions):
+        match instruction:
+            case Recv(micro_batch=k, gradient=gradient):
+                posted.setdefault((k, gradient), []).append(index)
+            case Forward(micro_batch=k):
+                awaited[index] = tuple(posted.get((k, False), ()))
+            case Backward(micro_batch=k) | BackwardInput(micro_batch=k):
+                awaited[index] = tuple(posted.get((k, True), ()))
+            case _:
+                pass
+    return awaited
+
+
+def match_messages(programs: Mapping[int, RankProgram]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return for each message, by (rank, index), its other end: the nth send of a directed pair is the nth receive.
+
+    What has no other end is left out.
+    """
+    sends: dict[tuple[int, int], list[int]] = {}
+    receives: dict[tuple[int, int], list[int]] = {}
+    for rank, program in programs.items():
+        for index, instruction in enumerate(program.instructions):
+            match instruction:
+                case Send(peer=peer):
+                    sends.setdefault((rank, peer), []).append(index)
+                case Recv(peer=peer):
+                    receives.setdefault((peer, rank), []).append(index)
+                case _:
+                    pass
+    ends: dict[tuple[int, int], tuple[int, int]] = {}
+    for (source, target), indices in sends.items():
+        for sent, received in zip(indices, receives.get((source, target), ()), strict=False):
+            ends[source, sent] = target, received
+            ends[target, received] = source, sent
+    return ends
