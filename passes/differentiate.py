@@ -124,7 +124,7 @@ def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recom
 
     stash = _crossing(graph, [*early, *late], known, tangents)
     first = ancestors(early, frozenset([*stash, *tangents]))
-    weight_stash = _crossing(graph, late, first | set(stash), [])
+    weight_stash = _crossing(graph, late, first | set(stash) | set(tangents), [])
 
     def part(
         name: str, sources: Sequence[Sequence[fx.Node]], results: Sequence[Sequence[Any]], *consumes: bool
