@@ -23,6 +23,10 @@ from efftra_fx.program import (
 )
 
 
+def _no_bytes(stage: int, rows: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Memory:
     """What a step needs and what the devices have.
@@ -30,12 +34,14 @@ class Memory:
     `limit_bytes` is each rank's memory (None: no limit). `static_bytes` is what each
     stage holds all the time: parameters, gradients, optimizer states.
     `saved_bytes(stage, rows)` is what a cell of so many rows keeps from its forward
-    for its backward.
+    for its backward, `working_bytes(stage, rows)` what it needs besides while it is
+    computed, forward or backward.
     """
 
     limit_bytes: tuple[int | None, ...]
     static_bytes: tuple[int, ...]
     saved_bytes: Callable[[int, int], int]
+    working_bytes: Callable[[int, int], int] = _no_bytes
 
 
 def track_memory(program: RankProgram, wiring: Wiring, memory: Memory) -> tuple[int, ...]:
@@ -54,7 +60,7 @@ def track_memory(program: RankProgram, wiring: Wiring, memory: Memory) -> tuple[
     rows: dict[int, int] = {}
     track: list[int] = []
     for instruction in program.instructions:
-        freed = 0
+        freed = working = 0
         match instruction:
             case Load(micro_batch=k, start=start, stop=stop):
                 rows[k] = stop - start
@@ -64,18 +70,22 @@ def track_memory(program: RankProgram, wiring: Wiring, memory: Memory) -> tuple[
             case Forward(micro_batch=k):
                 saved[k] = memory.saved_bytes(stage, rows.get(k, 0))
                 held += saved[k]
+                working = memory.working_bytes(stage, rows.get(k, 0))
                 freed = arriving.pop((k, False), 0) + (0 if wiring.backward[stage] else saved.pop(k))
             case Backward(micro_batch=k):
+                working = memory.working_bytes(stage, rows.get(k, 0))
                 freed = arriving.pop((k, True), 0) + saved.pop(k, 0)
             case BackwardInput(micro_batch=k):
+                working = memory.working_bytes(stage, rows.get(k, 0))
                 freed = arriving.pop((k, True), 0) + (0 if wiring.has_weights(stage) else saved.pop(k, 0))
             case BackwardWeight(micro_batches=micro_batches):
+                working = memory.working_bytes(stage, sum(rows.get(k, 0) for k in micro_batches))
                 freed = sum(saved.pop(k, 0) for k in micro_batches)
             case Send() | AllReduce() | Join() | ReduceLoss() | Update():
                 pass
             case _:
                 assert_never(instruction)
-        track.append(held)
+        track.append(held + working)
         held -= freed
     return tuple(track)
 

@@ -1,0 +1,243 @@
+"""Run the very programs that ranks would run, against a clock instead of devices.
+
+Model: a rank does one instruction after another. A message moves once it has been
+posted on both sides and the messages before it between the same two ranks, in the
+same direction, have left; sending costs the rank no time. A computation starts when
+what it receives is there. A collective starts when all its members have come and are
+done with those before, and costs what a ring costs; only `join` and `update` wait
+for its end. Every time is a maximum or a sum of earlier times, so no
+order of events has to be kept: each rank is followed as far as times are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from efftra_fx.cluster import Link
+from efftra_fx.errors import DeadlockError
+from efftra_fx.memory import Memory, peak_memory
+from efftra_fx.program import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Join,
+    Load,
+    RankProgram,
+    Recv,
+    ReduceLoss,
+    Send,
+    Update,
+    Wiring,
+    awaited_receives,
+    match_messages,
+)
+from efftra_fx.program_text import print_instruction
+
+from .timeline import Span, Timeline
+
+SCALAR_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds that a stage needs for a cell of so many rows, as functions of (stage, rows).
+
+    Where weight gradients are computed apart, `input_share` of the backward is for
+    the gradients of the inputs. `speed` divides the times of each rank; a rank that
+    it does not list has speed 1.
+    """
+
+    forward_s: Callable[[int, int], float]
+    backward_s: Callable[[int, int], float]
+    input_share: float = 0.5
+    speed: tuple[float, ...] = ()
+
+    def of(self, rank: int, instruction: Instruction, rows: Mapping[int, int]) -> float:
+        """Return the seconds of an instruction, given the rows of the rank's micro-batches; 0 if it computes none."""
+        match instruction:
+            case Forward(stage, k):
+                seconds = self.forward_s(stage, rows[k])
+            case Backward(stage, k):
+                seconds = self.backward_s(stage, rows[k])
+            case BackwardInput(stage, k):
+                seconds = self.input_share * self.backward_s(stage, rows[k])
+            case BackwardWeight(stage, micro_batches):
+                seconds = (1 - self.input_share) * self.backward_s(stage, sum(rows[k] for k in micro_batches))
+            case Load() | Send() | Recv() | AllReduce() | Join() | ReduceLoss() | Update():
+                return 0.0
+            case _:
+                assert_never(instruction)
+        return seconds / (self.speed[rank] if rank < len(self.speed) else 1.0)
+
+
+def simulate(
+    programs: Mapping[int, RankProgram],
+    wiring: Wiring,
+    durations: Durations,
+    link: Callable[[int, int], Link],
+    memory: Memory | None = None,
+    overlap_reduce: bool = False,
+) -> Timeline:
+    """Return when every instruction runs; with a memory, each rank's peak bytes too.
+
+    `link(a, b)` is the link from rank a to rank b. With `overlap_reduce` a gradient
+    bucket is ready as soon as its share of the rank's last backward is computed, not
+    only at its end.
+
+    Raises DeadlockError, naming where each rank stands, if the programs do not end.
+    """
+    run = _Run(programs, wiring, durations, link, overlap_reduce)
+    run.to_the_end()
+    spans = tuple(
+        Span(rank, index, instruction, *run.spans[rank, index])
+        for rank in sorted(programs)
+        for index, instruction in enumerate(programs[rank].instructions)
+    )
+    peaks = {} if memory is None else {rank: peak_memory(programs[rank], wiring, memory) for rank in sorted(programs)}
+    return Timeline(spans, "simulated", peaks)
+
+
+def all_reduce_s(size_bytes: int, ranks: tuple[int, ...], link: Callable[[int, int], Link]) -> float:
+    """Return the seconds of a ring all-reduce over the slowest of its links.
+
+    Each rank sends 2(n - 1) times an nth of the bytes, one after another.
+    """
+    count = len(ranks)
+    if count == 1:
+        return 0.0
+    ring = [link(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
+    return 2 * (count - 1) * max(one.seconds(size_bytes / count) for one in ring)
+
+
+class _Run:
+    def __init__(
+        self,
+        programs: Mapping[int, RankProgram],
+        wiring: Wiring,
+        durations: Durations,
+        link: Callable[[int, int], Link],
+        overlap_reduce: bool,
+    ) -> None:
+        self.programs = programs
+        self.durations = durations
+        self.link = link
+        self.sizes = {parameter.name: parameter.size_bytes for parameter in wiring.parameters}
+        self.at = dict.fromkeys(programs, 0)
+        self.clock_s = dict.fromkeys(programs, 0.0)
+        self.spans: dict[tuple[int, int], tuple[float, float]] = {}
+        self.posted_s: dict[tuple[int, int], float] = {}
+        self.free_s: dict[tuple[int, int], float] = {}
+        self.ends = match_messages(programs)
+        self.awaited = {rank: awaited_receives(program) for rank, program in programs.items()}
+        self.rows = {
+            rank: {one.micro_batch: one.stop - one.start for one in program.instructions if isinstance(one, Load)}
+            for rank, program in programs.items()
+        }
+        self.lane_s = dict.fromkeys(programs, 0.0)  # when a rank's collectives so far have ended
+        self.backward_span: dict[int, tuple[float, float]] = {}
+        self.reduced_bytes = dict.fromkeys(programs, 0)
+        self.all_reduced_bytes = {
+            rank: sum(self.bucket_bytes(one) for one in program.instructions if isinstance(one, AllReduce))
+            for rank, program in programs.items()
+        }
+        self.overlap_reduce = overlap_reduce
+
+    def to_the_end(self) -> None:
+        moving = True
+        while moving:
+            moving = False
+            for rank in self.programs:
+                while self.step(rank):
+                    moving = True
+        stuck = [rank for rank, at in sorted(self.at.items()) if at < len(self.programs[rank].instructions)]
+        if stuck:
+            places = (f"rank {rank} at {self.at[rank]} ({print_instruction(self.present(rank))})" for rank in stuck)
+            raise DeadlockError(f"the programs do not end, waiting are {'; '.join(places)}")
+
+    def present(self, rank: int) -> Instruction:
+        return self.programs[rank].instructions[self.at[rank]]
+
+    def step(self, rank: int) -> bool:
+        """Follow the rank over its present instruction, if its time is known already."""
+        if self.at[rank] == len(self.programs[rank].instructions):
+            return False
+        instruction = self.present(rank)
+        match instruction:
+            case Send() | Recv():
+                self.post(rank, instruction)
+                return True
+            case AllReduce(ranks=ranks):
+                return self.meet(ranks, instruction, self.bucket_bytes(instruction))
+            case Join(ranks=ranks) | ReduceLoss(ranks=ranks):
+                return self.meet(ranks, instruction, SCALAR_BYTES)
+            case Update():
+                needed = [index for index, one in enumerate(self.programs[rank].instructions) if _is_message(one)]
+            case _:
+                needed = list(self.awaited[rank].get(self.at[rank], ()))
+        if not all((rank, index) in self.spans for index in needed):
+            return False
+        start_s = max([self.clock_s[rank], *(self.spans[rank, index][1] for index in needed)])
+        if isinstance(instruction, Update):
+            start_s = max(start_s, self.lane_s[rank])
+        end_s = start_s + self.durations.of(rank, instruction, self.rows[rank])
+        if isinstance(instruction, Backward | BackwardWeight):
+            self.backward_span[rank] = start_s, end_s
+        self.finish(rank, start_s, end_s)
+        return True
+
+    def finish(self, rank: int, start_s: float, end_s: float) -> None:
+        self.spans[rank, self.at[rank]] = start_s, end_s
+        self.clock_s[rank] = end_s
+        self.at[rank] += 1
+
+    def post(self, rank: int, message: Send | Recv) -> None:
+        """Post one end of a message; if the other is posted too, its time is known."""
+        here = rank, self.at[rank]
+        self.posted_s[here] = self.clock_s[rank]
+        self.at[rank] += 1
+        there = self.ends.get(here)
+        if there is None or there not in self.posted_s:
+            return
+        sent, received = (here, there) if isinstance(message, Send) else (there, here)
+        pair = sent[0], received[0]
+        link = self.link(*pair)
+        start_s = max(self.posted_s[sent], self.posted_s[received], self.free_s.get(pair, 0.0))
+        self.free_s[pair] = start_s + message.size_bytes / link.bandwidth_bytes_per_s
+        self.spans[sent] = self.posted_s[sent], self.free_s[pair]
+        self.spans[received] = self.posted_s[received], start_s + link.seconds(message.size_bytes)
+
+    def meet(self, ranks: tuple[int, ...], collective: Instruction, size_bytes: int) -> bool:
+        """Pass a collective with all its members, once the last has come."""
+        for member in ranks:
+            there = self.at[member] < len(self.programs[member].instructions)
+            if not there or self.present(member) != collective:
+                return False
+        start_s = max(max(self.ready_s(member, collective), self.lane_s[member]) for member in ranks)
+        end_s = start_s + all_reduce_s(size_bytes, ranks, self.link)
+        for member in ranks:
+            self.lane_s[member] = end_s
+            self.spans[member, self.at[member]] = start_s, end_s
+            self.at[member] += 1
+            if isinstance(collective, Join):
+                self.clock_s[member] = end_s
+        return True
+
+    def ready_s(self, rank: int, collective: Instruction) -> float:
+        """Return when the rank's share of a collective is computed."""
+        if not self.overlap_reduce or not isinstance(collective, AllReduce) or rank not in self.backward_span:
+            return self.clock_s[rank]
+        self.reduced_bytes[rank] += self.bucket_bytes(collective)
+        start_s, end_s = self.backward_span[rank]
+        return start_s + (end_s - start_s) * self.reduced_bytes[rank] / max(self.all_reduced_bytes[rank], 1)
+
+    def bucket_bytes(self, bucket: AllReduce) -> int:
+        return sum(self.sizes[name] for name in bucket.parameters)
+
+
+def _is_message(instruction: Instruction) -> bool:
+    return isinstance(instruction, Send | Recv)
