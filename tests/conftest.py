@@ -14,7 +14,7 @@ import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 LEAVE_S = 10.0  # how long a child may take to end after the test that started it
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker", "tests/ranks.py")
 
 torch.set_num_threads(1)
 

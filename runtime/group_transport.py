@@ -1,0 +1,380 @@
+"""Ranks in processes of their own, over torch.distributed.
+
+`GroupTransport` is what every such transport shares: control data over a Gloo group, agreement,
+failure. `GlooTransport` adds messages and sums for tensors in host memory.
+
+What Gloo (torch 2.13) does, found by trying it, and what follows:
+
+- A receive that is posted early saves a round trip: data moves only once the receiver is ready.
+- `is_completed` of a message stays False until it is waited for, so sends are waited for late
+  (`drain`), or when several more to the same peer have been started.
+- `abort` wakes nobody, but a wait that runs out of time closes the group's connections and wakes
+  every wait on them, here and at the peers, whichever thread it happens in. That is how a failing
+  rank ends the waits of all (`break_group`).
+- The reason of a closed connection is not told; the lifeline tells it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from efftra_fx.errors import EfftraError, RankFailed, TransportError, TransportTimeout
+
+from .lifeline import Lifeline
+from .transport import (
+    Data,
+    Done,
+    Handle,
+    Incoming,
+    Outgoing,
+    describe,
+    problem_data,
+    raise_apart,
+    raise_problem,
+)
+
+Group = Any  # torch.distributed.ProcessGroup; its methods used here are not typed in all versions
+UNSENT_LIMIT = 8  # messages to one peer that may be under way before the oldest is waited for
+NEWS_LIMIT_S = 3.0  # how long to wait for the reason of a closed connection
+BREAK_TAG = 2**30
+NOT_SUMMED = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
+class GroupHandle:
+    """A message or a sum under way; `result` is its tensor."""
+
+    __slots__ = ("peers", "result", "transport", "work")
+
+    def __init__(self, transport: GroupTransport, work: Any, result: Tensor, peers: tuple[int, ...]) -> None:
+        self.transport, self.work, self.result, self.peers = transport, work, result, peers
+
+    @property
+    def waits_for(self) -> str:
+        """Name the other ranks."""
+        return describe([rank for rank in self.peers if rank != self.transport.rank])
+
+    def ready(self) -> bool:
+        """Return True: other ranks do not need this thread."""
+        return True
+
+    def wait(self, what: str = "") -> Tensor:
+        """Block until done; see `Handle.wait`."""
+        work = self.work
+        if work is not None:
+            try:
+                work.wait(self.transport.limit)
+            except RuntimeError as error:
+                self.transport.explain(error, what, self.waits_for)
+            self.work = None
+        return self.result
+
+
+class CopyBack:
+    """A handle on a sum whose tensor is not contiguous: the sum of a contiguous copy is copied back."""
+
+    __slots__ = ("handle", "target")
+
+    def __init__(self, handle: Handle[Tensor], target: Tensor) -> None:
+        self.handle, self.target = handle, target
+
+    @property
+    def waits_for(self) -> str:
+        """Name the other ranks."""
+        return self.handle.waits_for
+
+    def ready(self) -> bool:
+        """Say what the copy's handle says."""
+        return self.handle.ready()
+
+    def wait(self, what: str = "") -> Tensor:
+        """Block until the sum is in the tensor."""
+        return self.target.copy_(self.handle.wait(what))
+
+
+class Agreement:
+    """A handle on `agree`: one small maximum; only if that shows a problem is its text exchanged."""
+
+    __slots__ = ("handle", "problem", "step", "transport")
+
+    def __init__(self, transport: GroupTransport, problem: str | EfftraError | None, step: int) -> None:
+        self.transport, self.problem, self.step = transport, problem, step
+        flags = torch.tensor([problem is not None, step, -step], dtype=torch.int64)
+        work = transport.control.allreduce([flags], transport.maximum)
+        self.handle = GroupHandle(transport, work, flags, transport.everyone)
+
+    @property
+    def waits_for(self) -> str:
+        """Name the other ranks."""
+        return self.handle.waits_for
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, what: str = "") -> None:
+        """Raise the same error everywhere if anyone has a problem."""
+        flag, highest, lowest = self.handle.wait(what or f"agreement on step {self.step}").tolist()
+        if not flag and highest == -lowest:
+            return
+        raise_problem(self.transport.all_gather_data(problem_data(self.problem)).wait(what))
+        raise_apart(self.transport.rank, self.step, -lowest, highest)
+
+
+class GroupTransport:
+    """What all transports over torch.distributed share.
+
+    `control` is a Gloo group of all ranks, made for this transport, which then owns it.
+    """
+
+    def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.everyone = tuple(range(self.world_size))
+        self.device, self.timeout_s = device, timeout_s
+        self.limit = timedelta(seconds=timeout_s)
+        self.maximum = maximum_options()
+        self.control = control
+        self.groups: dict[tuple[int, ...], Group] = {}
+        self.own_groups: list[Group] = [control]
+        self.broken: EfftraError | None = None
+        self.lifeline = Lifeline(self.rank, host)
+        self.start_lifeline()
+
+    def start_lifeline(self) -> None:
+        """Exchange addresses and begin to watch."""
+        token = self.broadcast_data(secrets.token_hex(16)).wait()
+        addresses = [(host, port) for host, port in self.all_gather_data(self.lifeline.address).wait()]
+        self.lifeline.start(addresses, token, self.break_all)
+
+    def new_group(self, ranks: tuple[int, ...], backend: str) -> Group:
+        """Make a group of our own; a collective call of all ranks, members or not."""
+        group = new_group(ranks, backend, self.timeout_s)
+        if self.rank in ranks:
+            self.own_groups.append(group)
+        return group
+
+    def all_gather_data(self, data: Data) -> Done:
+        """Gather as bytes; blocks."""
+        return Done(gather(self.control, data, self.finish))
+
+    def broadcast_data(self, data: Data, root: int = 0) -> Done:
+        """Send the root's data; blocks."""
+        self.check_peer(root)
+        return Done(gather(self.control, data if self.rank == root else None, self.finish)[root])
+
+    def finish(self, work: Any, what: str) -> None:
+        """Wait for a collective of all ranks."""
+        GroupHandle(self, work, torch.empty(0), self.everyone).wait(what)
+
+    def agree(self, problem: str | EfftraError | None, step: int) -> Agreement:
+        """Ask everyone; see `Transport.agree`."""
+        self.check()
+        return Agreement(self, problem, step)
+
+    def check(self) -> None:
+        """Raise if this transport is of no more use, or another rank has failed."""
+        if self.broken is not None:
+            raise self.broken
+        if self.lifeline.failure:
+            raise self.remember(RankFailed(self.lifeline.failure))
+
+    def check_peer(self, peer: int) -> None:
+        """Raise if there is no such rank."""
+        if not 0 <= peer < self.world_size:
+            raise TransportError(f"rank {self.rank} cannot reach rank {peer}: there are {self.world_size} ranks")
+
+    def explain(self, error: RuntimeError, what: str, waits_for: str) -> NoReturn:
+        """Turn a failed wait into an error that says who failed, and let all ranks end."""
+        place = f"rank {self.rank} waited in {what or 'a wait'} for {waits_for}"
+        timed_out = "timed out" in str(error).lower()
+        if not timed_out:
+            self.lifeline.await_news(NEWS_LIMIT_S)
+        if self.lifeline.failure:
+            raise self.remember(RankFailed(f"{self.lifeline.failure} ({place})")) from error
+        if timed_out:
+            text = f"{place}, but nothing came within {self.timeout_s:g} s; see what those ranks do, or raise timeout="
+            self.fail(TransportTimeout(text))
+        else:
+            gone = sorted(self.lifeline.left)
+            reason = f"{describe(gone)} ended before" if gone else str(error)
+            self.fail(TransportError(f"{place}, but the connection ended: {reason}"))
+        assert self.broken is not None
+        raise self.broken from error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all and end all waits; the first call counts."""
+        if self.broken is not None:
+            return
+        if not isinstance(error, RankFailed):
+            self.lifeline.report(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+        self.remember(error if isinstance(error, EfftraError) else RankFailed(self.lifeline.failure))
+
+    def remember(self, error: EfftraError) -> EfftraError:
+        """Keep the error for later calls, and end all waits on our groups."""
+        self.broken = error
+        self.break_all()
+        return error
+
+    def break_all(self) -> None:
+        """End every wait on our groups, here and at the peers; called from any thread."""
+        for group in list(self.own_groups):
+            break_group(group)
+
+    def close(self) -> None:
+        """Destroy our own groups."""
+        self.lifeline.close()
+        for group in self.own_groups:
+            dist.destroy_process_group(group)
+        self.own_groups.clear()
+        self.groups.clear()
+
+
+class GlooTransport(GroupTransport):
+    """Messages and sums of tensors in host memory over Gloo."""
+
+    def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
+        super().__init__(control, device, timeout_s, host)
+        self.messages: Group = self.control
+        self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in self.everyone}
+
+    def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
+        """Create the groups; pairs need nothing."""
+        self.check()
+        for ranks in groups:
+            if ranks not in self.groups and len(ranks) > 1:
+                self.groups[ranks] = self.new_group(ranks, "gloo")
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[Tensor]:
+        """Start sending."""
+        if self.broken is not None or self.lifeline.failure:
+            self.check()
+        self.check_peer(peer)
+        if tensor.numel() == 0:
+            return Done(tensor)
+        unsent = self.unsent[peer]
+        if len(unsent) >= UNSENT_LIMIT:
+            unsent.popleft().wait("an earlier send")
+        handle = self.start_send(plain_tensor(tensor), peer, tag)
+        unsent.append(handle)
+        return handle
+
+    def start_send(self, plain: Tensor, peer: int, tag: int) -> GroupHandle:
+        """Start sending contiguous host memory."""
+        try:
+            work = self.messages.send([plain], peer, tag)
+        except RuntimeError as error:
+            self.explain(error, f"a send with tag {tag}", f"rank {peer}")
+        return GroupHandle(self, work, plain, (peer,))
+
+    def recv(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
+    ) -> Handle[Tensor]:
+        """Post a receive."""
+        if self.broken is not None or self.lifeline.failure:
+            self.check()
+        self.check_peer(peer)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel() == 0:
+            return Done(tensor)
+        return self.start_recv(tensor, peer, tag)
+
+    def start_recv(self, tensor: Tensor, peer: int, tag: int) -> GroupHandle:
+        """Post a receive into contiguous host memory."""
+        try:
+            work = self.messages.recv([tensor], peer, tag)
+        except RuntimeError as error:
+            self.explain(error, f"a receive with tag {tag}", f"rank {peer}")
+        return GroupHandle(self, work, tensor, (peer,))
+
+    def exchange(
+        self, sends: Sequence[Outgoing], recvs: Sequence[Incoming]
+    ) -> tuple[list[Handle[Tensor]], list[Handle[Tensor]]]:
+        """Post the receives, then send."""
+        received = [self.recv(*incoming) for incoming in recvs]
+        return [self.send(*outgoing) for outgoing in sends], received
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a sum."""
+        self.check()
+        if len(ranks) == 1 or tensor.numel() == 0:
+            return Done(tensor)
+        plain = plain_tensor(tensor)
+        handle = self.start_sum(plain, ranks)
+        return handle if plain.data_ptr() == tensor.data_ptr() else CopyBack(handle, tensor)
+
+    def start_sum(self, plain: Tensor, ranks: tuple[int, ...]) -> GroupHandle:
+        """Start summing contiguous host memory in place."""
+        if plain.dtype in NOT_SUMMED:
+            raise TransportError(f"gloo cannot sum {plain.dtype}; convert to torch.int32 or a floating dtype")
+        group = self.group_of(ranks)
+        try:
+            work = group.allreduce([plain])
+        except RuntimeError as error:
+            self.explain(error, "a sum", describe(ranks))
+        return GroupHandle(self, work, plain, ranks)
+
+    def group_of(self, ranks: tuple[int, ...]) -> Group:
+        """Find a prepared group."""
+        group = self.groups.get(ranks)
+        if group is None:
+            raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
+        return group
+
+    def drain(self, what: str = "end of step") -> None:
+        """Wait for all sends."""
+        for unsent in self.unsent.values():
+            while unsent:
+                unsent.popleft().wait(f"{what} (sending)")
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """Give the tensor as plain contiguous memory without history: itself, or a copy."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def break_group(group: Group) -> None:
+    """Close a Gloo group's connections: wait for what never comes, for a thousandth of a second."""
+    others = [other for other in range(group.size()) if other != group.rank()]
+    if not others:
+        return
+    try:
+        group.recv([torch.empty(1)], others[0], BREAK_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass  # as intended
+
+
+def maximum_options() -> Any:
+    """Say that a sum is to be a maximum instead."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Group:
+    """Make a group; a collective call of all ranks."""
+    # twice the limit, so that it is our own wait that runs out, with our message
+    return dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=2 * timeout_s))
+
+
+def gather(group: Group, data: Data, finish: Callable[[Any, str], None]) -> list[Data]:
+    """Give every member every member's plain data, as bytes; `finish` waits for a piece of work."""
+    mine = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    finish(group.allgather([sizes], [torch.tensor([len(mine)])]), "gathering sizes")
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    finish(group.allgather([parts], [padded]), "gathering data")
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

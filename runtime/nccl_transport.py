@@ -1,0 +1,171 @@
+"""Ranks with a GPU each, over NCCL.
+
+NCCL carries out what is started on one communicator in order, each call waiting for its peer, so
+a receive posted early would hold up every later message of the same communicator, to whomever.
+Hence one communicator a pair of ranks: then only the order on each pair matters, which is what
+the verifier proves. What faces each other in one `exchange` goes into one group call.
+
+All communicators are made, and used once, by `prepare`, in the same order on all ranks: made on
+first use, in program order, two ranks could wait for each other's making for ever.
+
+A wait makes the current stream wait, not the host; `drain` waits on the host, with the time
+limit, so that nothing is left under way when a step has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from efftra_fx.errors import TransportError, TransportTimeout
+
+from .group_transport import CopyBack, Group, GroupHandle, GroupTransport, break_group, plain_tensor
+from .transport import Done, Handle, Incoming, Outgoing, describe
+
+POLL_S = 20e-6
+
+
+class StreamHandle(GroupHandle):
+    """Work on a stream of NCCL's; `what` is the instruction that waited for it."""
+
+    __slots__ = ("what",)
+
+    def wait(self, what: str = "") -> Tensor:
+        """Make the current stream wait."""
+        self.what = what
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.transport.explain(error, what, self.waits_for)
+        return self.result
+
+
+class NcclTransport(GroupTransport):
+    """Messages and sums of tensors in GPU memory."""
+
+    backend: ClassVar[str] = "nccl"
+
+    def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
+        self.pairs: dict[tuple[int, int], Group] = {}
+        self.under_way: list[StreamHandle] = []
+        super().__init__(control, device, timeout_s, host)
+
+    def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
+        """Make and use every communicator once, in the order given."""
+        self.check()
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self.groups:
+                self.groups[ranks] = self.communicator(ranks)
+        for first, second in pairs:
+            pair = (min(first, second), max(first, second))
+            if pair not in self.pairs:
+                self.pairs[pair] = self.communicator(pair)
+
+    def communicator(self, ranks: tuple[int, ...]) -> Group:
+        """Make a communicator and sum one number over it, on its members, so that it is connected."""
+        group = self.new_group(ranks, self.backend)
+        if self.rank in ranks:
+            first = StreamHandle(self, group.allreduce([torch.zeros(1, device=self.device)]), torch.empty(0), ranks)
+            self.await_on_host(first, "connecting")
+        return group
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[Tensor]:
+        """Start sending."""
+        return self.exchange([Outgoing(tensor, peer, tag)], [])[0][0]
+
+    def recv(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
+    ) -> Handle[Tensor]:
+        """Post a receive."""
+        return self.exchange([], [Incoming(shape, dtype, device, peer, tag)])[1][0]
+
+    def exchange(
+        self, sends: Sequence[Outgoing], recvs: Sequence[Incoming]
+    ) -> tuple[list[Handle[Tensor]], list[Handle[Tensor]]]:
+        """Start one group call a peer, lower ranks first; in each the receives come first."""
+        self.check()
+        outgoing = [plain_tensor(one.tensor) for one in sends]
+        incoming = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in recvs]
+        calls: dict[int, list[tuple[bool, int]]] = {}  # peer: (is it a send, which)
+        for number, tensor in enumerate(incoming):
+            if tensor.numel():
+                calls.setdefault(recvs[number].peer, []).append((False, number))
+        for number, tensor in enumerate(outgoing):
+            if tensor.numel():
+                calls.setdefault(sends[number].peer, []).append((True, number))
+        sent: list[Handle[Tensor]] = [Done(tensor) for tensor in outgoing]
+        received: list[Handle[Tensor]] = [Done(tensor) for tensor in incoming]
+        for peer in sorted(calls):
+            tensors = [(is_send, (outgoing if is_send else incoming)[number]) for is_send, number in calls[peer]]
+            handles = self.group_call(peer, tensors)
+            for (is_send, number), handle in zip(calls[peer], handles, strict=True):
+                (sent if is_send else received)[number] = handle
+        return sent, received
+
+    def group_call(self, peer: int, tensors: list[tuple[bool, Tensor]]) -> list[StreamHandle]:
+        """Start all messages from and to one peer at once."""
+        group = self.pairs.get((min(self.rank, peer), max(self.rank, peer)))
+        if group is None:
+            raise TransportError(f"rank {self.rank} cannot reach rank {peer}: call prepare with their pair first")
+        operations = [
+            dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group) for is_send, tensor in tensors
+        ]
+        try:
+            works: list[Any] = list(dist.batch_isend_irecv(operations))
+        except RuntimeError as error:
+            self.explain(error, "a group of messages", f"rank {peer}")
+        if len(works) == 1:  # NCCL: one piece of work for the whole call
+            works = works * len(tensors)
+        handles = [StreamHandle(self, work, tensor, (peer,)) for work, (_, tensor) in zip(works, tensors, strict=True)]
+        self.under_way.extend(handles)
+        return handles
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a sum."""
+        self.check()
+        if len(ranks) == 1 or tensor.numel() == 0:
+            return Done(tensor)
+        group = self.groups.get(ranks)
+        if group is None:
+            raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
+        plain = plain_tensor(tensor)
+        try:
+            handle = StreamHandle(self, group.allreduce([plain]), plain, ranks)
+        except RuntimeError as error:
+            self.explain(error, "a sum", describe(ranks))
+        self.under_way.append(handle)
+        return handle if plain.data_ptr() == tensor.data_ptr() else CopyBack(handle, tensor)
+
+    def drain(self, what: str = "end of step") -> None:
+        """Wait on the host for all that is under way; the current stream waits for it too."""
+        under_way, self.under_way = self.under_way, []
+        for handle in under_way:
+            self.await_on_host(handle, getattr(handle, "what", "") or what)
+
+    def await_on_host(self, handle: StreamHandle, what: str) -> None:
+        """Wait on the host, with the time limit, alert to failures elsewhere."""
+        handle.wait(what)
+        end = time.monotonic() + self.timeout_s
+        while not handle.work.is_completed():
+            self.check()
+            if time.monotonic() > end:
+                error = TransportTimeout(
+                    f"rank {self.rank} waited in {what} for {handle.waits_for}, but nothing came within "
+                    f"{self.timeout_s:g} s; see what those ranks do, or raise timeout="
+                )
+                self.fail(error)
+                raise error
+            time.sleep(POLL_S)
+
+    def break_all(self) -> None:
+        """Abort the communicators, so that kernels that wait for a peer end."""
+        for group in list(self.own_groups):
+            if group is self.control:
+                break_group(group)
+            else:
+                group.abort()
