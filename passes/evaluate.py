@@ -99,6 +99,7 @@ def evaluate(plan: Plan, chain: Chain, cluster: Cluster, rows: int, rules: Rules
         for index, (stage, end) in enumerate(zip(stages, ends, strict=True))
         for before, takes in stage.reduces
     ]
+    reduces += tied_reduces(plan, chain, cluster, ends)
     compute_end = max(ends)
     return Figures(max(compute_end, reduces_end(reduces)), compute_end, stages)
 
@@ -198,21 +199,19 @@ def ring_seconds(size_bytes: float, members: int, link: Link) -> float:
 
 
 def reduce_segments(stage: Stage, cluster: Cluster, gradient_bytes: list[float]) -> list[float]:
-    """Seconds of the gradient all-reduce of each block; all bytes share one ring's latency."""
+    """Seconds of the gradient all-reduce of each block; the ring's latency is paid once, with the last to go."""
     if stage.replicas < 2 or sum(gradient_bytes) <= 0:
         return [0.0] * len(gradient_bytes)
-    slowest = [
-        ring_link(tuple(stage.devices[shard :: stage.tensor]), cluster) for shard in range(stage.tensor)
-    ]
+    slowest = [ring_link(tuple(stage.devices[shard :: stage.tensor]), cluster) for shard in range(stage.tensor)]
     link = min(slowest, key=lambda one: one.bandwidth_bytes_per_s)
-    whole = sum(gradient_bytes)
-    seconds = ring_seconds(whole, stage.replicas, link)
-    return [seconds * size / whole for size in gradient_bytes]
+    free = Link(link.bandwidth_bytes_per_s)
+    segments = [ring_seconds(size, stage.replicas, free) for size in gradient_bytes]
+    last = next(index for index, size in enumerate(gradient_bytes) if size > 0)
+    segments[last] += 2 * (stage.replicas - 1) * link.latency_s
+    return segments
 
 
-def reduce_starts(
-    backwards: list[float], segments: list[float], overlap: bool
-) -> tuple[tuple[float, float], ...]:
+def reduce_starts(backwards: list[float], segments: list[float], overlap: bool) -> tuple[tuple[float, float], ...]:
     """The all-reduces of a stage: seconds before the end of its last backward, and seconds each takes."""
     if sum(segments) <= 0:
         return ()
@@ -321,9 +320,7 @@ def port_rate(port: tuple[str, int], cluster: Cluster) -> float:
     return link.bandwidth_bytes_per_s
 
 
-def stage_memory(
-    plan: Plan, index: int, chain: Chain, options: tuple[Option, ...], rows: float, rules: Rules
-) -> float:
+def stage_memory(plan: Plan, index: int, chain: Chain, options: tuple[Option, ...], rows: float, rules: Rules) -> float:
     """Bytes on one device of a stage at the fullest moment of the step.
 
     Parameters, their gradients and optimizer state; what each micro-batch in flight
@@ -409,6 +406,20 @@ def stage_order(plan: Plan, index: int, micro_batches: int) -> list[tuple[bool, 
         if micro + ahead < micro_batches:
             order.append((True, micro + ahead))
     return order
+
+
+def tied_reduces(plan: Plan, chain: Chain, cluster: Cluster, ends: list[float]) -> list[Reduce]:
+    """One more all-reduce for the parameters that several stages hold, over all of their devices."""
+    takes, first = 0.0, len(plan.stages)
+    for shared in chain.shared:
+        holders = [
+            index for index, stage in enumerate(plan.stages) if any(block in stage.blocks for block in shared.blocks)
+        ]
+        if len(holders) > 1:
+            members = sum(plan.stages[index].replicas for index in holders)
+            takes += ring_seconds(shared.parameter_bytes, members, ring_link(plan.devices, cluster))
+            first = min(first, holders[0])
+    return [Reduce(ends[first], takes, len(plan.stages), ())] if takes > 0 else []
 
 
 def reduces_end(reduces: list[Reduce]) -> float:

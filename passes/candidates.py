@@ -1,0 +1,181 @@
+"""One search problem: the requests, the layouts, and a place where the best plans are kept.
+
+All searches (exhaustive, dynamic program, refinement) offer batches of plans here.
+A batch is bounded, replayed and, where the best changes, priced once more by
+`evaluate`, which has the last word.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from efftra_fx.cluster import Cluster
+from efftra_fx.cost import Chain
+from efftra_fx.plan import Plan, Stage
+
+from .evaluate import Figures, Rules, evaluate
+from .pricing import IMPOSSIBLE, Batch, Pricer
+from .replay import in_flight, lower_bounds, missing_bytes, steps
+from .table import Floats, Layout, Table
+
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Micro-batches and order of work."""
+
+    micro_batches: int
+    schedule: str
+    in_flight: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: the batch, and the parts of the plan that are fixed (`None`: searched)."""
+
+    rows: int
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    tensor: int | None = None
+    limit_s: float = 60.0
+
+
+@dataclass
+class Found:
+    """A plan in array form, with the layout and setting that make it one."""
+
+    step_s: float
+    layout: Layout
+    setting: Setting
+    cuts: tuple[int, ...]
+    counts: tuple[int, ...]
+    ways: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes ties come out the same everywhere: the step, then fewer stages, then the shape."""
+        return (self.step_s, len(self.counts), self.setting.micro_batches, self.setting.schedule,
+                self.setting.in_flight, self.layout.label, self.cuts, self.counts, self.ways)
+
+
+@dataclass
+class Search:
+    """The state of one search: prices by layout and micro-batch count, the best plans, the closest misfit."""
+
+    chain: Chain
+    cluster: Cluster
+    rules: Rules
+    request: Request
+    table: Table
+    started: float = field(default_factory=time.perf_counter)
+    pricers: dict[tuple[str, tuple[tuple[int, ...], ...], int], Pricer] = field(default_factory=dict)
+    best: dict[tuple[object, ...], Found] = field(default_factory=dict)  # by layout, setting and number of stages
+    least_s: float = float("inf")
+    closest: tuple[float, Found] | None = None
+    candidates: int = 0
+    limited: str = ""
+
+    def pricer(self, layout: Layout, micro_batches: int) -> Pricer:
+        """Prices under a layout for a number of micro-batches, kept for the next time."""
+        key = (layout.label, layout.order, micro_batches)
+        if key not in self.pricers:
+            self.pricers[key] = Pricer(self.table, layout, self.request.rows, micro_batches)
+        return self.pricers[key]
+
+    def out_of_time(self) -> bool:
+        """Whether the time limit has passed; said in the result."""
+        if time.perf_counter() - self.started > self.request.limit_s:
+            self.limited = f"stopped after the time limit of {self.request.limit_s:g} s"
+        return bool(self.limited)
+
+    def offer(self, layout: Layout, setting: Setting, batch: Batch, prune: float = 1.0) -> Floats:
+        """Price a batch; keep what is best; give back step seconds, infinite for those pruned or too large.
+
+        Plans whose lower bound is above `prune` times the best known are not replayed.
+        """
+        self.candidates += len(batch)
+        prices = self.pricer(layout, setting.micro_batches).price(batch)
+        flying = in_flight(batch.counts.shape[1], setting.micro_batches, setting.schedule, setting.in_flight)
+        result = np.full(len(batch), np.inf)
+        missing = missing_bytes(prices, flying)
+        bounds = lower_bounds(prices, setting.micro_batches)
+        self.note_misfits(layout, setting, batch, missing, bounds)
+        alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s))[0]
+        if len(alive) == 0:
+            return result
+        kept = prices.take(alive)
+        result[alive] = steps(kept, setting.micro_batches, setting.schedule, setting.in_flight, layout)
+        self.keep(layout, setting, batch, result)
+        return result
+
+    def keep(self, layout: Layout, setting: Setting, batch: Batch, result: Floats) -> None:
+        """Remember the best of a batch for its layout, setting and number of stages."""
+        depth = (batch.counts > 0).sum(axis=1)
+        for stages in np.unique(depth[np.isfinite(result)]).tolist():
+            chosen = np.nonzero(depth == stages)[0]
+            at = int(chosen[np.argmin(result[chosen])])
+            found = self.found(layout, setting, batch, at, float(result[at]))
+            key = (layout.label, layout.order, setting, stages)
+            if key not in self.best or found.key < self.best[key].key:
+                self.best[key] = found
+            self.least_s = min(self.least_s, found.step_s)
+
+    def found(self, layout: Layout, setting: Setting, batch: Batch, at: int, step_s: float) -> Found:
+        """One plan of a batch without its empty stages."""
+        used = [index for index, count in enumerate(batch.counts[at].tolist()) if count]
+        cuts = (*[int(batch.cuts[at, index]) for index in used], self.table.blocks)
+        counts = tuple(int(batch.counts[at, index]) for index in used)
+        return Found(step_s, layout, setting, cuts, counts, tuple(int(batch.ways[at, index]) for index in used))
+
+    def note_misfits(self, layout: Layout, setting: Setting, batch: Batch, missing: Floats, bounds: Floats) -> None:
+        """Remember the plan that misses the least memory, for the error when nothing fits."""
+        if self.best:
+            return
+        over = np.where((missing > 0) & (bounds < IMPOSSIBLE), missing, np.inf)
+        at = int(np.argmin(over))
+        if np.isfinite(over[at]) and (self.closest is None or over[at] < self.closest[0]):
+            self.closest = float(over[at]), self.found(layout, setting, batch, at, float(bounds[at]))
+
+    def plan(self, found: Found) -> Plan:
+        """The plan in its public form."""
+        stages, position = [], 0
+        for index, (count, way) in enumerate(zip(found.counts, found.ways, strict=True)):
+            low, high = found.cuts[index], found.cuts[index + 1]
+            names = tuple(block.name for block in self.chain.blocks[low:high])
+            kind = self.table.ways[way]
+            devices = found.layout.devices(position, count)
+            stages.append(Stage(low, high, devices, kind.tensor, kind.recompute, names))
+            position += count
+        setting = found.setting
+        label = found.layout.label
+        return Plan(tuple(stages), setting.micro_batches, setting.schedule, setting.in_flight, label)
+
+    def judge(self, found: Found) -> tuple[Plan, Figures]:
+        """The plan and its price by `evaluate`."""
+        plan = self.plan(found)
+        figures = evaluate(plan, self.chain, self.cluster, self.request.rows, self.rules)
+        return replace(plan, predicted_step_s=figures.step_s, memory_bytes=figures.memory_bytes), figures
+
+
+def one_batch(cuts: tuple[int, ...], counts: tuple[int, ...], ways: tuple[int, ...]) -> Batch:
+    """A batch of one plan."""
+    return Batch(np.array([cuts]), np.array([counts]), np.array([ways]))
+
+
+def pad(plans: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> Batch:
+    """A batch of plans (cuts, counts, ways) of different lengths, filled up at the front."""
+    depth = max(len(counts) for _, counts, _ in plans)
+    cuts = np.zeros((len(plans), depth + 1), dtype=np.int64)
+    counts = np.zeros((len(plans), depth), dtype=np.int64)
+    ways = np.zeros((len(plans), depth), dtype=np.int64)
+    for index, (cut, count, way) in enumerate(plans):
+        cuts[index, depth - len(count) :] = cut
+        counts[index, depth - len(count) :] = count
+        ways[index, depth - len(count) :] = way
+    return Batch(cuts, counts, ways)
+

@@ -1,0 +1,375 @@
+"""Price many plans at once: the figures of each stage as arrays, and bounds on the step.
+
+A batch of plans under one layout has arrays of shape (plans, stages). Shorter plans
+are filled up at the front with empty stages, which cost nothing and delay nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evaluate import row_overlaps, share
+from .table import Floats, Ints, Layout, RangeMax, Table
+
+IMPOSSIBLE = 1e15  # seconds of a stage that a kind of device has no option for
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Plans under one layout: cut positions (plans, stages + 1), device counts and ways (plans, stages)."""
+
+    cuts: Ints
+    counts: Ints
+    ways: Ints
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def take(self, which: Ints | NDArray[np.bool_]) -> Batch:
+        """Some of the plans."""
+        return Batch(self.cuts[which], self.counts[which], self.ways[which])
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Arrays of shape (plans, stages), seconds and bytes; `extra_s` is what the all-reduce adds after the backward.
+
+    `there_s` and `back_s` are the boundaries after each stage, shape (plans, stages - 1).
+    `fits` needs `flying`, the micro-batches in flight.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    there_s: Floats
+    back_s: Floats
+    reduce_s: Floats
+    extra_s: Floats
+    tied_s: Floats
+    tied_stage: Ints
+    fixed_bytes: Floats
+    flying_bytes: Floats
+    limit_bytes: Floats
+    spans: NDArray[np.bool_]
+    first: Ints
+    stop: Ints
+
+    def take(self, which: Ints) -> Prices:
+        """The prices of some of the plans."""
+        return Prices(*(getattr(self, one.name)[which] for one in fields(self)))
+
+
+class Pricer:
+    """Prices batches under one layout for one micro-batch size."""
+
+    def __init__(self, table: Table, layout: Layout, rows: int, micro_batches: int) -> None:
+        self.table, self.layout = table, layout
+        self.whole = table.rules.whole_rows
+        self.micro_batches = micro_batches
+        self.micro_rows = share(rows, micro_batches, self.whole)
+        self.tails: dict[tuple[int, int, int, bool], RangeMax] = {}
+
+    def part_rows(self, replicas: Ints) -> Floats:
+        """Rows of the largest part of a micro-batch."""
+        if self.whole:
+            return np.ceil(self.micro_rows / np.maximum(replicas, 1) - 1e-9)
+        return self.micro_rows / np.maximum(replicas, 1)
+
+    def price(self, batch: Batch) -> Prices:
+        """The figures of each stage of each plan."""
+        table, layout = self.table, self.layout
+        low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
+        stop = np.cumsum(batch.counts, axis=1)
+        first = stop - batch.counts
+        empty = batch.counts == 0
+        width = table.widths[batch.ways]
+        replicas = np.where(empty, 1, batch.counts // width * layout.copies)
+        rows = np.where(empty, 0.0, self.part_rows(replicas))
+        forward, backward, parameters, gradients, saved, working = self.computing(
+            batch, low, high, first, stop, rows, empty, width
+        )
+        spans = ~empty & (replicas > 1) & layout.spans(np.minimum(first, layout.size - 1), np.maximum(batch.counts, 1))
+        reduce, extra = self.reducing(batch, low, high, first, stop, rows, replicas, gradients, backward, spans)
+        there, back, coming, going = self.moving(batch, first, stop, rows, width)
+        optimizer = table.rules.optimizer_bytes_per_parameter_byte
+        recompute = table.recompute[batch.ways]
+        fixed = parameters + (1 + optimizer) * gradients + rows * working + 2 * (coming + going)
+        flying = rows * saved + np.where(recompute, coming, 0.0)
+        safe_first, safe_stop = np.where(empty, 0, first), np.where(empty, 1, stop)
+        limit = np.where(empty, np.inf, -layout.least_memory.of(safe_first, safe_stop))
+        tied, tied_stage = self.tied(low, high, replicas, stop[:, -1])
+        return Prices(
+            forward, backward, there, back, reduce, extra, tied, tied_stage, fixed, flying, limit, spans, first, stop
+        )
+
+    def computing(
+        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, empty: NDArray[np.bool_],
+        width: Ints,
+    ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
+        """Seconds and bytes of the stages, each at its slowest class of device; IMPOSSIBLE where an option is missing."""
+        table, layout = self.table, self.layout
+        shape = low.shape
+        forward, backward = np.zeros(shape), np.zeros(shape)
+        parameters, gradients, saved, working = (np.zeros(shape) for _ in range(4))
+        w = batch.ways
+        for c in range(len(table.classes)):
+            present = ~empty if layout.uniform else layout.class_counts[c][stop] > layout.class_counts[c][first]
+            if not present.any():
+                continue
+            ahead = table.forward_fixed[w, c, high] - table.forward_fixed[w, c, low]
+            ahead += rows * (table.forward_row[w, c, high] - table.forward_row[w, c, low])
+            behind = table.backward_fixed[w, c, high] - table.backward_fixed[w, c, low]
+            behind += rows * (table.backward_row[w, c, high] - table.backward_row[w, c, low])
+            if (width > 1).any():
+                collective = self.collectives(w, c, low, high, first, stop, rows, width)
+                ahead, behind = ahead + collective, behind + collective
+            absent = table.missing[w, c, high] > table.missing[w, c, low]
+            ahead, behind = np.where(absent, IMPOSSIBLE, ahead), np.where(absent, IMPOSSIBLE, behind)
+            slower = present & (ahead + behind >= forward + backward)
+            forward, backward = np.where(slower, ahead, forward), np.where(slower, behind, backward)
+            held = table.parameters[w, c, high] - table.parameters[w, c, low]
+            parameters = np.where(present, np.maximum(parameters, held), parameters)
+            own = table.gradients[w, c, high] - table.gradients[w, c, low]
+            gradients = np.where(present, np.maximum(gradients, own), gradients)
+            kept = table.saved[w, c, high] - table.saved[w, c, low]
+            saved = np.where(present, np.maximum(saved, kept), saved)
+            used = table.working[w, c, high] - table.working[w, c, low]
+            working = np.where(present, np.maximum(working, used), working)
+        return forward, backward, parameters, gradients, saved, working
+
+    def collectives(
+        self, w: Ints, c: int, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, width: Ints
+    ) -> Floats:
+        """Seconds of the tensor-parallel collectives of one direction."""
+        table, layout = self.table, self.layout
+        safe = np.minimum(first, layout.size - 1)
+        # a group of `width` leaves its machine when machines do not hold whole groups
+        machine = layout.machine
+        crosses = np.zeros(low.shape, dtype=bool)
+        for t in sorted(set(table.widths.tolist()) - {1}):
+            broken = np.array([t <= layout.size - p and machine[p] != machine[min(p + t, layout.size) - 1]
+                               for p in range(layout.size)], dtype=float)
+            for residue in range(t):
+                picked = np.where(np.arange(layout.size) % t == residue, broken, 0.0)
+                sums = np.concatenate([[0.0], np.cumsum(picked)])
+                hit = (width == t) & (first % t == residue)
+                crosses |= hit & (sums[np.maximum(stop - t + 1, safe)] - sums[safe] > 0)
+        port = layout.slowest_port.of(safe, np.maximum(stop, safe + 1))
+        second = np.where(crosses, layout.nic_s, port)
+        latency = np.where(crosses, layout.inter_latency_s, layout.intra_latency_s)
+        around = 2.0 * (width - 1)
+        sizes = table.reduce_bytes[w, c, high] - table.reduce_bytes[w, c, low]
+        number = table.reduces[w, c, high] - table.reduces[w, c, low]
+        return np.where(width > 1, around / width * sizes * rows * second + number * around * latency, 0.0)
+
+    def reducing(
+        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, replicas: Ints,
+        gradients: Floats, backward: Floats, spans: NDArray[np.bool_],
+    ) -> tuple[Floats, Floats]:
+        """Seconds of each stage's all-reduce, and how many of them are left when its last backward ends."""
+        layout = self.layout
+        safe_first, safe_stop = np.minimum(first, layout.size - 1), np.maximum(stop, 1)
+        port = layout.slowest_port.of(safe_first, np.maximum(safe_stop, safe_first + 1))
+        second = np.where(spans, layout.nic_s, port)
+        latency = np.where(spans, layout.inter_latency_s, layout.intra_latency_s)
+        around = 2.0 * (replicas - 1)
+        rate = around / replicas * second
+        late = np.where((replicas > 1) & (gradients > 0), around * latency, 0.0)
+        takes = rate * gradients + late
+        if not self.table.rules.overlap:
+            return takes, takes
+        extra = np.zeros(low.shape)
+        reducing = takes > 0
+        if layout.uniform and reducing.any():
+            keys = np.stack([batch.ways, batch.counts, spans.astype(np.int64)], axis=-1)[reducing]
+            codes = (keys[:, 0] * (layout.size + 1) + keys[:, 1]) * 2 + keys[:, 2]
+            i, j = low[reducing], high[reducing]
+            r, part = rate[reducing], rows[reducing]
+            found = np.zeros(len(codes))
+            for code in np.unique(codes):
+                hit = codes == code
+                tail = self.tail(int(code), float(r[hit][0]), float(part[hit][0]))
+                found[hit] = tail.of(i[hit], j[hit])
+                w = int(keys[hit][0, 0])
+                found[hit] -= r[hit][0] * self.table.gradients[w, 0, i[hit]]
+                found[hit] += self.at(w, part[hit][0], i[hit])
+            extra[reducing] = found
+        elif reducing.any():
+            extra = self.slow_tail(batch, low, high, first, stop, rows, rate, reducing)
+        return takes, np.where(reducing, np.maximum(extra + late, 0.0), 0.0)
+
+    def at(self, w: int, rows: float, position: Ints) -> Floats:
+        """Backward seconds of the blocks before a position, for devices of the one class there is."""
+        seconds: Floats = self.table.backward_fixed[w, 0, position] + rows * self.table.backward_row[w, 0, position]
+        return seconds
+
+    def tail(self, code: int, rate: float, rows: float) -> RangeMax:
+        """For each block k: reduced seconds up to and with it, less the backward seconds before it.
+
+        Blocks are reduced from the last to the first, each once its own backward is done.
+        The all-reduce of blocks [i, j) ends max over k of (what is left of the backward
+        after block k, negative) + (reduce of blocks i to k) after the last backward.
+        """
+        key = (code, 0, 0, False)
+        if key not in self.tails:
+            w = code // 2 // (self.layout.size + 1)
+            blocks = np.arange(self.table.blocks)
+            has = self.table.block_gradients[w, 0] > 0
+            done = rate * self.table.gradients[w, 0, blocks + 1] - self.at(w, rows, blocks)
+            self.tails[key] = RangeMax(np.where(has, done, -np.inf))
+        return self.tails[key]
+
+    def slow_tail(
+        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, rate: Floats,
+        reducing: NDArray[np.bool_],
+    ) -> Floats:
+        """The same for stages of several classes of device, stage by stage."""
+        table, layout = self.table, self.layout
+        extra = np.zeros(low.shape)
+        for plan, stage in zip(*np.nonzero(reducing), strict=True):
+            i, j, w = low[plan, stage], high[plan, stage], batch.ways[plan, stage]
+            worst, best = -1.0, 0
+            for c in dict.fromkeys(layout.device_class[first[plan, stage] : stop[plan, stage]].tolist()):
+                row = rows[plan, stage]
+                total = sum(
+                    fixed[w, c, j] - fixed[w, c, i] + row * (slope[w, c, j] - slope[w, c, i])
+                    for fixed, slope in (
+                        (table.forward_fixed, table.forward_row), (table.backward_fixed, table.backward_row)
+                    )
+                )
+                if total >= worst:
+                    worst, best = total, c
+            blocks = np.arange(i, j)
+            behind = table.backward_fixed[w, best, i:j] + rows[plan, stage] * table.backward_row[w, best, i:j]
+            sent = rate[plan, stage] * (table.gradients[w, best, blocks + 1] - table.gradients[w, best, i])
+            has = table.block_gradients[w, best, i:j] > 0
+            values = np.where(has, sent - (behind - behind[0]), -np.inf)
+            extra[plan, stage] = values.max()
+        return extra
+
+    def moving(
+        self, batch: Batch, first: Ints, stop: Ints, rows: Floats, width: Ints
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Boundary seconds there and back, and bytes of one part that come in and go out of each stage."""
+        table = self.table
+        a, b, c = batch.cuts[:, :-2], batch.cuts[:, 1:-1], batch.cuts[:, 2:]
+        real = (batch.counts[:, :-1] > 0) & (batch.counts[:, 1:] > 0)
+        if table.near is None:
+            there_bytes, back_bytes = table.cut_bytes[b], table.back_bytes[b]
+        else:
+            there_bytes, back_bytes = table.near[0][a, b, c], table.near[1][a, b, c]
+        whole, whole_back = table.cut_whole[b], table.back_whole[b]
+        seconds, late, pairs = self.boundary(batch.counts[:, :-1], batch.counts[:, 1:], stop[:, :-1], width)
+        moved = there_bytes * self.micro_rows
+        moved_back = back_bytes * self.micro_rows
+        there = np.where(real & (moved + whole > 0), seconds * (moved + pairs * whole) + late, 0.0)
+        back = np.where(real & (moved_back + whole_back > 0), seconds * (moved_back + pairs * whole_back) + late, 0.0)
+        low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
+        if table.buffers is None:
+            coming = table.cut_bytes[low] * rows + table.cut_whole[low]
+            going = table.cut_bytes[high] * rows + table.cut_whole[high]
+        else:
+            coming, going = (row[low, high] * rows + fixed[low, high] for row, fixed in table.buffers)
+        return there, back, coming, going
+
+    def boundary(self, left: Ints, right: Ints, at: Ints, width: Ints) -> tuple[Floats, Floats, Floats]:
+        """For one byte of a whole micro-batch: seconds at the busiest port; latency; peers of a busy replica."""
+        layout = self.layout
+        size = layout.size
+        left_safe, right_safe = np.maximum(left, 1), np.maximum(right, 1)
+        begin, end = np.clip(at - left_safe, 0, size - 1), np.clip(at + right_safe, 1, size)
+        middle = np.clip(at, begin + 1, end)
+        t_left, t_right = width[:, :-1], width[:, 1:]
+        r_left, r_right = left_safe // t_left * layout.copies, right_safe // t_right * layout.copies
+        share_left, share_right = self.part_rows(r_left) / self.micro_rows, self.part_rows(r_right) / self.micro_rows
+        wider = np.maximum(1.0, t_right / t_left)
+        port_left = layout.slowest_port.of(begin, middle)
+        safe_middle = np.minimum(middle, size - 1)
+        port_right = layout.slowest_port.of(safe_middle, np.maximum(end, safe_middle + 1))
+        busiest = np.maximum(share_left * wider * port_left, share_right * port_right)
+        late = np.where(busiest > 0, layout.intra_latency_s, 0.0)
+        if layout.nic_s > 0 and len(layout.starts) > 1:
+            load = self.machine_load(begin, middle, end, left_safe, right_safe) * t_right / layout.copies
+            busiest = np.maximum(busiest, load * layout.nic_s)
+            late = np.where(load > 0, np.maximum(late, layout.inter_latency_s), late)
+        pairs = np.maximum(np.ceil(r_right / r_left), np.ceil(r_left / r_right))
+        return busiest, late, pairs
+
+    def machine_load(self, begin: Ints, middle: Ints, end: Ints, left: Ints, right: Ints) -> Floats:
+        """The largest share of the rows that any one machine sends out or takes in."""
+        layout = self.layout
+        if not layout.in_line:
+            return self.scattered_load(begin, middle, end, left, right)
+        stops = np.append(layout.starts[1:], layout.size)
+        machines = len(layout.starts)
+        if machines <= 6:
+            chosen = [np.full(begin.shape, one) for one in range(machines)]
+        else:
+            of = layout.machine
+            last_left, first_right = of[middle - 1], of[np.minimum(middle, layout.size - 1)]
+            last = of[end - 1]
+            chosen = [of[begin], of[begin] + 1, last_left - 1, last_left, first_right, first_right + 1, last - 1, last]
+            chosen = [np.clip(one, 0, machines - 1) for one in chosen]
+        load = np.zeros(begin.shape)
+        for one in chosen:
+            low, high = layout.starts[one], stops[one]
+            send_low = (np.clip(low, begin, middle) - begin) / left
+            send_high = (np.clip(high, begin, middle) - begin) / left
+            take_low = (np.clip(low, middle, end) - middle) / right
+            take_high = (np.clip(high, middle, end) - middle) / right
+            if self.whole:
+                send_low, send_high, take_low, take_high = (
+                    np.floor(part * self.micro_rows + 1e-9) / self.micro_rows
+                    for part in (send_low, send_high, take_low, take_high)
+                )
+            common = np.maximum(0.0, np.minimum(send_high, take_high) - np.maximum(send_low, take_low))
+            load = np.maximum(load, np.maximum(send_high - send_low, take_high - take_low) - common)
+        return np.where(load < 1e-12, 0.0, load)
+
+    def scattered_load(self, begin: Ints, middle: Ints, end: Ints, left: Ints, right: Ints) -> Floats:
+        """The same where a machine's devices are not neighbours in the line; each case worked out once."""
+        load = np.zeros(begin.shape)
+        codes = (begin * (self.layout.size + 1) + middle) * (self.layout.size + 1) + end
+        for code in np.unique(codes):
+            hit = codes == code
+            where = tuple(int(one[0]) for one in np.nonzero(hit))
+            load[hit] = self.one_load(int(begin[where]), int(middle[where]), int(end[where]))
+        return load
+
+    def one_load(self, begin: int, middle: int, end: int) -> float:
+        """The largest share of the rows that any one machine sends out or takes in, pair by pair."""
+        machine = self.layout.machine
+        if not begin < middle < end:
+            return 0.0
+        total = self.micro_rows
+        out: dict[int, float] = {}
+        into: dict[int, float] = {}
+        for source, target, rows in row_overlaps(middle - begin, end - middle, total, self.whole):
+            a, b = int(machine[begin + source]), int(machine[middle + target])
+            if a != b:
+                out[a] = out.get(a, 0.0) + rows / total
+                into[b] = into.get(b, 0.0) + rows / total
+        return max([0.0, *out.values(), *into.values()])
+
+    def tied(self, low: Ints, high: Ints, replicas: Ints, used: Ints) -> tuple[Floats, Ints]:
+        """For each plan, of the parameters that several stages hold: all-reduce seconds and the first such stage."""
+        layout, plans = self.layout, len(low)
+        takes, first = np.zeros(plans), np.full(plans, low.shape[1] - 1)
+        if not self.table.chain.shared:
+            return takes, first
+        across = layout.spans(np.zeros(plans, dtype=np.int64), used)
+        port = layout.slowest_port.of(np.zeros(plans, dtype=np.int64), used)
+        second = np.where(across, layout.nic_s, port)
+        latency = np.where(across, layout.inter_latency_s, layout.intra_latency_s)
+        for shared in self.table.chain.shared:
+            holds = np.zeros(low.shape, dtype=bool)
+            for block in shared.blocks:
+                holds |= (low <= block) & (block < high)
+            several = holds.sum(axis=1) > 1
+            members = np.maximum(np.where(holds, replicas, 0).sum(axis=1), 1)
+            ring = 2.0 * (members - 1) * (shared.parameter_bytes / members * second + latency)
+            takes += np.where(several, ring, 0.0)
+            first = np.where(several, np.minimum(first, np.argmax(holds, axis=1)), first)
+        return takes, first

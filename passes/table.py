@@ -1,0 +1,214 @@
+"""The chain and the cluster as arrays, so that thousands of plans can be priced at once.
+
+A *layout* puts the devices in a line; a plan under a layout gives each stage a run of
+consecutive positions. Contiguous, spread and repeated placements are layouts, and so
+is any order of the devices:
+
+    contiguous    machine 0 | machine 1        stages take runs of neighbours
+    spread        one device of each machine in turn
+    repeated      the line covers one of several equal groups; each group runs the
+                  same pipeline on its share of the rows
+
+Arrays have one entry a cut position (0 to the number of blocks), a block, or a device position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efftra_fx.cluster import Cluster
+from efftra_fx.cost import Chain
+from efftra_fx.errors import PlanError
+
+from .evaluate import Rules
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class RangeMax:
+    """The largest of any run of an array, for many runs at once (a sparse table: log n rows)."""
+
+    def __init__(self, values: Floats) -> None:
+        levels = [values]
+        width = 1
+        while 2 * width <= values.shape[-1]:
+            last = levels[-1]
+            levels.append(np.maximum(last[..., : last.shape[-1] - width], last[..., width:]))
+            width *= 2
+        self.levels = np.full((len(levels), *values.shape), -np.inf)
+        for index, level in enumerate(levels):
+            self.levels[index, ..., : level.shape[-1]] = level
+        self.log = np.zeros(values.shape[-1] + 2, dtype=np.int64)
+        for size in range(2, values.shape[-1] + 2):
+            self.log[size] = self.log[size // 2] + 1
+
+    def of(self, first: Ints, stop: Ints) -> Floats:
+        """The largest value in [first, stop); each run holds at least one value."""
+        level = self.log[stop - first]
+        found: Floats = np.maximum(self.levels[level, first], self.levels[level, stop - (1 << level)])
+        return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """A tensor width, and recompute or not."""
+
+    tensor: int
+    recompute: bool
+
+
+class Table:
+    """Prefix sums of everything that a stage adds up, by way and by class of device (kind, speed).
+
+    Each array has shape (ways, classes, blocks + 1); `missing` counts blocks without an
+    option. `cut_bytes` and `back_bytes` are bytes a row over each cut position.
+    """
+
+    def __init__(self, chain: Chain, cluster: Cluster, rules: Rules, tensor: int | None = None) -> None:
+        self.chain, self.cluster, self.rules = chain, cluster, rules
+        self.blocks = len(chain.blocks)
+        self.classes = sorted({(device.kind, device.speed) for device in cluster.devices})
+        keys = {(1, False)} | {(o.tensor, o.recompute) for block in chain.blocks for o in block.options}
+        self.ways = [Way(*key) for key in sorted(keys) if tensor in (None, key[0])]
+        if not self.ways:
+            known = ", ".join(str(width) for width in sorted({key[0] for key in keys}))
+            raise PlanError(f"tensor={tensor}: {chain.name} has costs for tensor width {known} only")
+        self.fill()
+        self.cut_bytes, self.cut_whole = self.carried(gradients=False)
+        self.back_bytes, self.back_whole = self.carried(gradients=True)
+        self.widths = np.array([way.tensor for way in self.ways])
+        self.recompute = np.array([way.recompute for way in self.ways])
+
+    def fill(self) -> None:
+        """Prefix sums by way and class."""
+        shape = (len(self.ways), len(self.classes), self.blocks)
+        names = ("forward_fixed", "forward_row", "backward_fixed", "backward_row", "parameters", "gradients")
+        columns = {name: np.zeros(shape) for name in (*names, "saved", "working", "reduces", "reduce_bytes", "missing")}
+        for w, way in enumerate(self.ways):
+            for c, (kind, speed) in enumerate(self.classes):
+                for b, block in enumerate(self.chain.blocks):
+                    option = block.option(way.tensor, way.recompute, kind)
+                    if option is None:
+                        columns["missing"][w, c, b] = 1
+                        continue
+                    scale = 1.0 if option.kind else speed
+                    columns["forward_fixed"][w, c, b] = option.forward.fixed_s / scale
+                    columns["forward_row"][w, c, b] = option.forward.per_row_s / scale
+                    columns["backward_fixed"][w, c, b] = option.backward.fixed_s / scale
+                    columns["backward_row"][w, c, b] = option.backward.per_row_s / scale
+                    columns["parameters"][w, c, b] = option.parameter_bytes
+                    columns["gradients"][w, c, b] = option.gradient_bytes
+                    columns["saved"][w, c, b] = option.saved_bytes
+                    columns["working"][w, c, b] = option.working_bytes
+                    columns["reduces"][w, c, b] = option.reduces if way.tensor > 1 else 0
+                    columns["reduce_bytes"][w, c, b] = option.reduce_bytes if way.tensor > 1 else 0
+        self.block_gradients = columns["gradients"]
+        sums = {name: prefix(column) for name, column in columns.items()}
+        self.forward_fixed, self.forward_row = sums["forward_fixed"], sums["forward_row"]
+        self.backward_fixed, self.backward_row = sums["backward_fixed"], sums["backward_row"]
+        self.parameters, self.gradients = sums["parameters"], sums["gradients"]
+        self.saved, self.working = sums["saved"], sums["working"]
+        self.reduces, self.reduce_bytes = sums["reduces"], sums["reduce_bytes"]
+        self.missing = sums["missing"]
+
+    def carried(self, gradients: bool) -> tuple[Floats, Floats]:
+        """Bytes a row, and bytes whatever the rows, that pass each cut position; every value once."""
+        rows, whole = np.zeros(self.blocks + 1), np.zeros(self.blocks + 1)
+        for crossing in self.chain.crossings:
+            if gradients and not crossing.gradient:
+                continue
+            first, last = crossing.producer_block + 1, max(crossing.consumer_blocks) + 1
+            rows[first:last] += crossing.bytes_per_row
+            whole[first:last] += crossing.whole_bytes
+        return rows, whole
+
+    @cached_property
+    def near(self) -> tuple[Floats, Floats] | None:
+        """Bytes a row from stage [a, b) to stage [b, c) and back, shape (n + 1,) * 3, where skips go straight.
+
+        `None` when there are no skips, when they are forwarded, and for chains so long
+        that the table is too large: what passes the cut is then taken, never less.
+        """
+        skips = any(max(c.consumer_blocks) > c.producer_block + 1 for c in self.chain.crossings)
+        if self.rules.forwarded_skips or not skips or self.blocks > 24:
+            return None
+        size = self.blocks + 1
+        there, back = np.zeros((size,) * 3), np.zeros((size,) * 3)
+        for crossing in self.chain.crossings:
+            for b in range(crossing.producer_block + 1, max(crossing.consumer_blocks) + 1):
+                reached = min(block for block in crossing.consumer_blocks if block >= b)
+                part = (slice(0, crossing.producer_block + 1), b, slice(reached + 1, size))
+                there[part] += crossing.bytes_per_row
+                back[part] += crossing.bytes_per_row if crossing.gradient else 0.0
+        return there, back
+
+    @cached_property
+    def buffers(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]] | None:
+        """Bytes that come into and leave blocks [a, b), each a row and whatever the rows, where skips go straight."""
+        skips = any(max(c.consumer_blocks) > c.producer_block + 1 for c in self.chain.crossings)
+        if self.rules.forwarded_skips or not skips or self.blocks > 256:
+            return None
+        size = self.blocks + 1
+        coming, going = np.zeros((2, size, size)), np.zeros((2, size, size))
+        for crossing in self.chain.crossings:
+            sizes = np.array([crossing.bytes_per_row, crossing.whole_bytes])
+            producer, last = crossing.producer_block, max(crossing.consumer_blocks)
+            for first in range(producer + 1, last + 1):
+                reached = min(block for block in crossing.consumer_blocks if block >= first)
+                coming[:, first, reached + 1 :] += sizes[:, None]
+            going[:, : producer + 1, producer + 1 : last + 1] += sizes[:, None, None]
+        return (coming[0], coming[1]), (going[0], going[1])
+
+
+def prefix(column: Floats) -> Floats:
+    """Sums of the first 0, 1, 2, … entries along the last axis."""
+    return np.concatenate([np.zeros((*column.shape[:-1], 1)), np.cumsum(column, axis=-1)], axis=-1)
+
+
+class Layout:
+    """A line of device positions, `copies` times on equal groups of devices.
+
+    `order[copy][position]` is a device. All copies look alike: same machines' shape,
+    classes, memory.
+    """
+
+    def __init__(self, cluster: Cluster, label: str, order: tuple[tuple[int, ...], ...], table: Table) -> None:
+        self.label, self.order = label, order
+        self.copies, self.size = len(order), len(order[0])
+        devices = [cluster.devices[device] for device in order[0]]
+        names: dict[int, int] = {}
+        self.machine = np.array([names.setdefault(device.machine, len(names)) for device in devices], dtype=np.int64)
+        self.device_class = np.array([table.classes.index((d.kind, d.speed)) for d in devices], dtype=np.int64)
+        limits = np.array([np.inf if d.memory_bytes is None else float(d.memory_bytes) for d in devices])
+        self.limited = bool(np.isfinite(limits).any())
+        self.least_memory = RangeMax(-limits)
+        intra = [cluster.links.intra[device.machine] for device in devices]
+        self.port_s = np.array([0.0 if link is None else 1.0 / link.bandwidth_bytes_per_s for link in intra])
+        self.slowest_port = RangeMax(self.port_s)
+        self.intra_latency_s = max((link.latency_s for link in intra if link is not None), default=0.0)
+        inter = cluster.links.inter
+        self.nic_s = 0.0 if inter is None else 1.0 / inter.bandwidth_bytes_per_s
+        self.inter_latency_s = 0.0 if inter is None else inter.latency_s
+        used = [{cluster.devices[device].machine for device in group} for group in order]
+        self.copies_span = len(set().union(*used)) > len(used[0]) or any(group != used[0] for group in used)
+        self.shared_groups = self.copies_span and self.copies > 1
+        self.changes = np.concatenate([[0, 0], np.cumsum(self.machine[1:] != self.machine[:-1])]).astype(np.int64)
+        self.starts = np.array([int(np.argmax(self.machine == one)) for one in range(len(names))], dtype=np.int64)
+        self.in_line = bool((np.diff(self.machine) >= 0).all())
+        counts = [prefix((self.device_class == one).astype(float)) for one in range(len(table.classes))]
+        self.class_counts = np.stack(counts)
+        self.uniform = len(table.classes) == 1
+
+    def spans(self, first: Ints, count: Ints) -> NDArray[np.bool_]:
+        """Whether the ring over all copies of a run of positions leaves a machine."""
+        inside: NDArray[np.bool_] = self.changes[first + count] - self.changes[first + 1] > 0
+        return inside | (self.copies > 1 and self.copies_span)
+
+    def devices(self, first: int, count: int) -> tuple[int, ...]:
+        """The devices of a stage on these positions, copy after copy."""
+        return tuple(device for group in self.order for device in group[first : first + count])
