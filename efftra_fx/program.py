@@ -140,6 +140,7 @@ class Load:
     stop: int
 
     def __post_init__(self) -> None:
+        _check_counts(self.stage, self.micro_batch)
         _check_rows(self.start, self.stop)
 
 
@@ -150,6 +151,9 @@ class Forward:
     stage: int
     micro_batch: int
 
+    def __post_init__(self) -> None:
+        _check_counts(self.stage, self.micro_batch)
+
 
 @dataclass(frozen=True, slots=True)
 class Backward:
@@ -158,6 +162,9 @@ class Backward:
     stage: int
     micro_batch: int
 
+    def __post_init__(self) -> None:
+        _check_counts(self.stage, self.micro_batch)
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
@@ -165,6 +172,9 @@ class BackwardInput:
 
     stage: int
     micro_batch: int
+
+    def __post_init__(self) -> None:
+        _check_counts(self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,7 @@ class BackwardWeight:
     micro_batches: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        _check_counts(self.stage, *self.micro_batches)
         if not self.micro_batches:
             raise ProgramError(f"backward_weight of stage {self.stage} needs at least one micro-batch, got none")
 
@@ -197,6 +208,7 @@ class Message:
     gradient: bool
 
     def __post_init__(self) -> None:
+        _check_counts(self.micro_batch, self.peer, *self.shape)
         _check_rows(self.start, self.stop)
 
     @property
@@ -236,6 +248,7 @@ class Join:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        _check_counts(self.stage)
         _check_ranks("join", self.ranks)
 
 
@@ -310,6 +323,11 @@ def replica_rows(lo: int, hi: int, replica: int, replicas: int) -> tuple[int, in
     """
     size = hi - lo
     return lo + replica * size // replicas, lo + (replica + 1) * size // replicas
+
+
+def _check_counts(*counts: int) -> None:
+    if min(counts) < 0:
+        raise ProgramError(f"an instruction counts from 0, got {min(counts)}")
 
 
 def _check_rows(start: int, stop: int) -> None:

@@ -171,6 +171,10 @@ def _verify_memory(programs: Mapping[int, RankProgram], wiring: Wiring, memory: 
         for index, held in enumerate(track_memory(programs[rank], wiring, memory)):
             if limit is not None and held > limit:
                 raise DeviceMemoryError(
-                    f"{place(rank, index, programs[rank].instructions[index])} needs {held / 1e9:.3f} GB "
-                    f"but the device has {limit / 1e9:.3f} GB; add devices or micro-batches"
+                    f"{place(rank, index, programs[rank].instructions[index])} needs {_size(held)} "
+                    f"but the device has {_size(limit)}; add devices or micro-batches"
                 )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count >= 10**7 else f"{count} bytes"
