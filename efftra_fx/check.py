@@ -1,0 +1,104 @@
+"""The proof on the user's own model: one step as planned against one step on one device."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efftra_fx.signature import Call
+from efftra_fx.trace import LossFn, loss_of
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check found; times are measured, in seconds for one step without the optimizer.
+
+    `worst_gradient` is the largest difference of a gradient, relative to the largest value of the
+    same gradient on one device; `worst_parameter` is whose it is.
+    """
+
+    loss: float
+    loss_one_device: float
+    worst_gradient: float
+    worst_parameter: str
+    tolerance: float
+    step_s: float
+    step_one_device_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def matches(self) -> bool:
+        """Say whether loss and all gradients agree to rounding."""
+        scale = max(abs(self.loss_one_device), 1e-12)
+        same_loss = abs(self.loss - self.loss_one_device) <= self.tolerance * scale or self.loss == self.loss_one_device
+        return same_loss and self.worst_gradient <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "match" if self.matches else f"DIFFER: '{self.worst_parameter}'"
+        ratio = self.step_one_device_s / self.step_s if self.step_s else float("inf")
+        lines = [
+            f"check against one device: {verdict}",
+            f"  loss              {self.loss:.9g} as planned, {self.loss_one_device:.9g} on one device",
+            f"  worst gradient    {self.worst_gradient:.3g} relative, of '{self.worst_parameter}' "
+            f"(tolerance {self.tolerance:g})",
+            f"  step              {self.step_s:.4f} s as planned, {self.step_one_device_s:.4f} s on one device "
+            f"(measured, x{ratio:.2f})",
+        ]
+        return "\n".join([*lines, *(f"  note              {note}" for note in self.notes)])
+
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+def one_device_step(
+    model: nn.Module, state: Mapping[str, Tensor], call: Call, tensors: list[Tensor], loss_fn: LossFn | None, seed: int
+) -> tuple[float, dict[str, Tensor], float]:
+    """Run the eager model from this state on the whole batch; return loss, gradients by name, and seconds.
+
+    Works on a copy: the user's model, its gradients and buffers are left alone.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        twin = copy.deepcopy(model)
+        for parameter in twin.parameters():
+            parameter.grad = None
+        twin.load_state_dict(dict(state), strict=False)
+        begin = time.perf_counter()
+        args, kwargs, target = call.rebuild(tensors)
+        with torch.enable_grad():
+            loss = loss_of(twin(*args, **kwargs), loss_fn, target, call.has_target)
+            wanted = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        seconds = time.perf_counter() - begin
+    gradients = {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
+    return float(loss.detach()), gradients, seconds
+
+
+def compare_gradients(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str, float]:
+    """Return the largest relative difference, whose it is, and the tolerance for these dtypes.
+
+    A gradient that only one side has counts as different unless it is zero.
+    """
+    worst, name = 0.0, next(iter(expected), "")
+    tolerance = max((_TOLERANCE.get(g.dtype, 1e-3) for g in expected.values()), default=1e-9)
+    scale_all = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=1.0)
+    for key in dict.fromkeys((*expected, *found)):
+        a: Any = expected.get(key)
+        b: Any = found.get(key)
+        if a is None or b is None:
+            only = a if b is None else b
+            gap = float("inf") if bool(only.any()) else 0.0
+        else:
+            scale = max(float(a.abs().max()) if a.numel() else 0.0, 1e-6 * scale_all, 1e-30)
+            gap = float((a - b).abs().max()) / scale if a.numel() else 0.0
+            if gap != gap:
+                gap = 0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")
+        if gap > worst:
+            worst, name = gap, key
+    return worst, name, tolerance

@@ -1,0 +1,357 @@
+"""The straight line from a model to programs, top to bottom.
+
+capture → separate-means → prove-batch → tail → annotate-shapes → blocks → measure → partition
+        → split-stages → wire → (for each batch size) lower → verify
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from efftra_fx.cluster import Cluster
+from efftra_fx.cost import Chain, CostTable
+from efftra_fx.dump import print_dot, print_graph
+from efftra_fx.errors import BatchError, CaptureError, InputError, PlanError
+from efftra_fx.meta import BLOCK, CONSTANTS, PATH
+from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
+from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
+from efftra_fx.passes.means import SeparateMeans
+from efftra_fx.passes.measure import measure_chain
+from efftra_fx.passes.partition import Planned, partition
+from efftra_fx.passes.pipeline import run_passes
+from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
+from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
+from efftra_fx.passes.tail import Tail, mixing_node, split_tail
+from efftra_fx.passes.verify import verify_plan
+from efftra_fx.plan import Plan, Stage
+from efftra_fx.program import Wiring
+from efftra_fx.signature import Call, describe, difference
+from efftra_fx.trace import Captured, LossFn, capture
+from efftra_fx.trace_check import check_capture
+
+Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+_PROOF_ROWS = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may fix of a compilation; None leaves it to the search."""
+
+    loss_fn: LossFn | None = None
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    plan: Plan | None = None
+    cuts: tuple[str, ...] | None = None
+    tensor: tuple[int, ...] | None = None
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    costs: CostTable | str = "measured"
+    optimizer_states: float = 2.0
+    check_capture: bool = True
+
+
+@dataclass
+class Report:
+    """What each part of the compilation took, in seconds, and the text that it left."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+
+    def timed(self, name: str, begin: float) -> None:
+        """Add the time since `begin` to a part."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def graph(self, name: str, gm: fx.GraphModule) -> None:
+        """Keep a graph as text and as a drawing."""
+        self.texts.append((f"{name}.txt", print_graph(gm, name)))
+        self.texts.append((f"{name}.dot", print_dot(gm, name)))
+
+    def table(self) -> str:
+        """Return the times as lines of text."""
+        width = max((len(name) for name in self.seconds), default=0)
+        lines = [f"{name:<{width}}  {seconds:7.3f} s" for name, seconds in self.seconds.items()]
+        return "\n".join([*lines, f"{'total':<{width}}  {sum(self.seconds.values()):7.3f} s (measured)"])
+
+
+@dataclass(frozen=True)
+class Front:
+    """A captured step, proven and cut into blocks: all that does not depend on the plan."""
+
+    captured: Captured
+    gm: fx.GraphModule
+    tail: Tail
+    dims: dict[str, int | None]
+    examples: dict[str, Tensor]
+    tensors: dict[tuple[str, str], Tensor]
+    rows: int
+    loss_dtype: torch.dtype
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Back:
+    """A plan turned into stages."""
+
+    plan: Plan
+    stages: tuple[StageGraph, ...]
+    wiring: Wiring
+    random: tuple[bool, ...]
+
+
+def find_batch(
+    call: Call, tensors: Sequence[Tensor], given: Mapping[str, int | None]
+) -> tuple[int, tuple[int | None, ...]]:
+    """Return the number of rows, and for each tensor the dimension of its rows (None: it has none).
+
+    Rows are dimension 0 of the target, or of the first argument with a dimension; other tensors carry
+    the batch where their dimension 0 has as many. `given` overrides that by name.
+    Raises BatchError where no argument has rows or a given dimension does not fit.
+    """
+    names = call.tensor_names
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise BatchError(f"batch_dims names '{unknown[0]}', but the tensors are {', '.join(names)}")
+    sized = [(n, t) for n, t in zip(names, tensors, strict=True) if given.get(n, 0) is not None and t.ndim > 0]
+    if not sized:
+        raise BatchError("no argument carries a batch: at least one tensor must have rows along dimension 0")
+    first = next((p for p in sized if p[0] in given), next((p for p in sized if p[0] == "target"), sized[0]))
+    name, tensor = first
+    dim = given.get(name) or 0
+    if dim >= tensor.ndim:
+        raise BatchError(f"batch_dims says dimension {dim} for '{name}', which has shape {list(tensor.shape)}")
+    rows = tensor.shape[dim]
+    dims: list[int | None] = []
+    for leaf, value in zip(names, tensors, strict=True):
+        if leaf in given:
+            chosen = given[leaf]
+            if chosen is not None and (chosen >= value.ndim or value.shape[chosen] != rows):
+                raise BatchError(
+                    f"batch_dims says dimension {chosen} for '{leaf}' of shape {list(value.shape)}, "
+                    f"but the batch has {rows} rows"
+                )
+            dims.append(chosen)
+        else:
+            dims.append(0 if value.ndim and value.shape[0] == rows else None)
+    return rows, tuple(dims)
+
+
+def model_tensors(model: nn.Module, loss_fn: Any, gm: fx.GraphModule) -> dict[tuple[str, str], Tensor]:
+    """Return every parameter, buffer and constant that a graph may read, by (kind, name)."""
+    found: dict[tuple[str, str], Tensor] = {}
+    modules = [("", model)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+    for prefix, module in modules:
+        found.update({("parameter", prefix + n): p for n, p in module.named_parameters()})
+        found.update({("buffer", prefix + n): b for n, b in module.named_buffers()})
+    found.update({("constant", n): c for n, c in CONSTANTS[gm].items()})
+    return found
+
+
+def proof_inputs(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
+    """Return a few rows of the example, spread over the batch; a batch of one row is made into several."""
+    if rows == 1:
+        return [t if d is None else _grown(t, d) for t, d in zip(tensors, dims, strict=True)]
+    count = min(rows, _PROOF_ROWS)
+    picked = torch.linspace(0, rows - 1, count).round().long()
+    return [
+        t.detach() if d is None else t.detach().index_select(d, picked.to(t.device))
+        for t, d in zip(tensors, dims, strict=True)
+    ]
+
+
+def _grown(tensor: Tensor, dim: int) -> Tensor:
+    pieces = [tensor.detach()] * 3
+    if tensor.is_floating_point():
+        pieces = [piece + 0.1 * i * torch.ones_like(piece) for i, piece in enumerate(pieces)]
+    elif tensor.ndim > 1:
+        pieces = [piece.roll(i, -1 if dim != tensor.ndim - 1 else 0) for i, piece in enumerate(pieces)]
+    return torch.cat(pieces, dim)
+
+
+def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: Options, report: Report) -> Front:
+    """Capture a step, check it against eager, prove how it follows the batch, and fold it into blocks."""
+    begin = time.perf_counter()
+    rows, dims = find_batch(call, tensors, options.batch_dims)
+    small = proof_inputs(tensors, dims, rows)
+    captured = capture(model, call, small if rows == 1 else tensors, dims, options.loss_fn)
+    report.timed("trace", begin)
+    report.graph("trace", captured.gm)
+    if not captured.symbolic:
+        fixed = [n for n, d in zip(call.tensor_names, dims, strict=True) if d is not None]
+        raise CaptureError(
+            f"the model fixes the number of rows of {', '.join(fixed)} to {rows}, so the batch cannot be cut; "
+            "take sizes from the tensors (x.shape[0]) and not from constants, or say batch_dims={name: None} "
+            "for a tensor that carries no batch"
+        )
+    if options.check_capture:
+        begin = time.perf_counter()
+        check_capture(model, captured, small, options.loss_fn)
+        report.timed("check capture", begin)
+    begin = time.perf_counter()
+    values = model_tensors(model, options.loss_fn, captured.gm)
+    loss_dtype = next(n for n in captured.gm.graph.nodes if n.op == "output").args[0][0].meta["val"].dtype
+    gm = run_passes(
+        captured.gm,
+        (SeparateMeans(dims), ProveBatch(values, small, dims)),
+        ("role", "outputs"),
+        lambda name, graph, _: report.graph(name, graph),
+    )
+    notes = _notes(gm)
+    gm, tail = split_tail(gm)
+    report.graph("tail", tail.gm)
+    gm = run_passes(
+        gm,
+        (AnnotateShapes(), FoldBlocks()),
+        ("role", "outputs", "batch", "free"),
+        lambda name, graph, _: report.graph(name, graph),
+    )
+    report.timed("prove batch", begin)
+    names = call.tensor_names
+    by_name = dict(zip(names, dims, strict=True))
+    return Front(captured, gm, tail, by_name, dict(zip(names, tensors, strict=True)), values, rows, loss_dtype, notes)
+
+
+def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
+    norms = [PATH.get(n) or n.name for n in gm.graph.nodes if is_batch_statistics(n)]
+    if not norms:
+        return ()
+    return (
+        f"batch statistics of {', '.join(norms)} are those of each micro-batch on each replica, as if one device "
+        "ran the same parts in order; for whole-batch statistics use micro_batches=1 and one replica",
+    )
+
+
+def cost_chain(
+    front: Front, options: Options, device: str, report: Report, progress: Progress | None, known: CostTable | None
+) -> tuple[Chain, CostTable]:
+    """Return the planner's chain, measured on this rank or taken from what is known."""
+    begin = time.perf_counter()
+    estimated = options.costs == "estimated"
+    table = options.costs if isinstance(options.costs, CostTable) else known
+    inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
+    chain, fresh = measure_chain(
+        front.gm,
+        front.tensors,
+        inputs,
+        front.rows,
+        joined=not front.tail.linear,
+        device=device,
+        repeats=0 if estimated else 3,
+        progress=progress,
+        known=table,
+    )
+    report.timed("measure", begin)
+    return chain, fresh
+
+
+def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, report: Report) -> Planned | Plan:
+    """Return the plan that the user gave, or the best one for what the user fixed."""
+    begin = time.perf_counter()
+    names = block_names(front.gm)
+    schedule = options.schedule
+    if not front.tail.linear:
+        if schedule == "1f1b" or (options.plan is not None and options.plan.schedule == "1f1b"):
+            raise PlanError(
+                f"schedule '1f1b' cannot be had: {mixing_node(front.tail)} needs the whole batch's values, so all "
+                "forwards come before the first backward; use schedule='gpipe'"
+            )
+        schedule = "gpipe"
+    try:
+        if options.plan is not None:
+            verify_plan(options.plan, len(names), cluster)
+            return options.plan
+        if options.cuts is not None:
+            return _cut_plan(front.gm, names, cluster, options, schedule)
+        return partition(
+            chain,
+            cluster,
+            front.rows,
+            stages=options.stages,
+            replicas=options.replicas,
+            micro_batches=options.micro_batches,
+            schedule=schedule,
+            optimizer_bytes_per_parameter_byte=options.optimizer_states,
+        )
+    finally:
+        report.timed("plan", begin)
+
+
+def _cut_plan(
+    gm: fx.GraphModule, names: Sequence[str], cluster: Cluster, options: Options, schedule: str | None
+) -> Plan:
+    assert options.cuts is not None
+    stops = [*(_first_block(gm, path) for path in options.cuts), len(names)]
+    starts = [0, *stops[:-1]]
+    replicas = options.replicas or (1,) * len(stops)
+    if len(replicas) != len(stops):
+        raise PlanError(f"cuts={options.cuts} make {len(stops)} stages, but replicas={replicas} is for {len(replicas)}")
+    if sum(replicas) > len(cluster.devices):
+        raise PlanError(f"cuts={options.cuts} need {sum(replicas)} devices, the cluster has {len(cluster.devices)}")
+    stages, device = [], 0
+    for path, start, stop, count in zip(("the start", *options.cuts), starts, stops, replicas, strict=True):
+        if not start < stop:
+            raise PlanError(f"a stage that starts at '{path}' would have no block; cuts must be in the model's order")
+        stages.append(Stage(start, stop, tuple(range(device, device + count)), names=tuple(names[start:stop])))
+        device += count
+    return Plan(tuple(stages), options.micro_batches or 2 * len(stages), schedule or "1f1b", placement="cuts")
+
+
+def _first_block(gm: fx.GraphModule, path: str) -> int:
+    found = [BLOCK[n] for n in chain_nodes(gm) if is_heavy(n) and ((PATH.get(n) or "") + ".").startswith(path + ".")]
+    if not found:
+        paths = sorted({PATH.get(n) or "" for n in chain_nodes(gm) if is_heavy(n)} - {""})
+        raise PlanError(f"no block lies in '{path}'; modules with blocks are {', '.join(paths[:12])}")
+    return min(found)
+
+
+def back_end(front: Front, plan: Plan, report: Report) -> Back:
+    """Cut the graph into the plan's stages and describe what crosses between them."""
+    begin = time.perf_counter()
+    gm = AssignStages(tuple(stage.stop_block for stage in plan.stages))(front.gm)
+    stages = split_stages(gm, len(plan.stages))
+    wiring = wire(gm, stages, not front.tail.linear)
+    report.graph("split-stages", gm)
+    for index, stage in enumerate(stages):
+        report.graph(f"stage-{index}", stage.gm)
+    report.timed("split", begin)
+    names = block_names(gm)
+    named = replace(
+        plan, stages=tuple(replace(s, names=tuple(names[s.first_block : s.stop_block])) for s in plan.stages)
+    )
+    random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
+    return Back(named, stages, wiring, random)
+
+
+def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:
+    """Return the number of rows of a later batch; raise InputError that names what differs."""
+    problem = difference(front.captured.call, call)
+    if problem is not None:
+        raise InputError(problem)
+    rows: int | None = None
+    origin = ""
+    for name, tensor in zip(call.tensor_names, tensors, strict=True):
+        example, dim = front.examples[name], front.dims[name]
+        expected = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
+        shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, expected))}]"
+        if tensor.dtype != example.dtype or tensor.ndim != example.ndim:
+            raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+        for d, size in enumerate(tensor.shape):
+            if d != dim and size != example.shape[d]:
+                raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+        if dim is None:
+            continue
+        if rows is None:
+            rows, origin = tensor.shape[dim], name
+        elif tensor.shape[dim] != rows:
+            raise InputError(
+                f"argument '{name}' has {tensor.shape[dim]} rows but '{origin}' has {rows}; give the same batch to both"
+            )
+    if not rows:
+        raise InputError(f"argument '{origin}' has 0 rows, expected at least 1")
+    return rows

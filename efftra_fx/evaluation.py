@@ -1,0 +1,150 @@
+"""The model's output in eval mode, computed by the plan's stages, rows in order, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from efftra_fx.compiler import Options, find_batch, model_tensors, proof_inputs
+from efftra_fx.errors import CaptureError
+from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Outputs
+from efftra_fx.passes.batch import ProveBatch
+from efftra_fx.passes.lower import lower
+from efftra_fx.passes.means import SeparateMeans
+from efftra_fx.passes.split import StageGraph, split_stages, wire
+from efftra_fx.passes.stage_code import forward_code
+from efftra_fx.passes.tail import Tail, split_tail
+from efftra_fx.passes.tail_code import TailFunction
+from efftra_fx.passes.verify import verify_programs
+from efftra_fx.plan import Plan
+from efftra_fx.program import Value, Wiring
+from efftra_fx.runtime.executor import Batch, BoundaryPart, Executor, StageWork, Tensors
+from efftra_fx.runtime.parts import gather_parts
+from efftra_fx.runtime.transport import Transport
+from efftra_fx.signature import Call
+from efftra_fx.trace import capture
+from efftra_fx.world import Turns, World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation compiled for one call structure."""
+
+    stages: tuple[StageGraph, ...]
+    wiring: Wiring
+    tail: Tail
+    dims: tuple[int | None, ...]
+    out_tree: Any
+
+
+def compile_evaluation(
+    model: nn.Module, call: Call, tensors: Sequence[Tensor], plan: Plan, owners: Mapping[str, tuple[int, ...]]
+) -> Evaluation:
+    """Capture the model in eval mode and lay it over the stages that hold its parameters.
+
+    `owners` says which stages hold a parameter. The model's modes are left as they were.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    rows, dims = find_batch(call, tensors, {})
+    try:
+        model.eval()
+        small = proof_inputs(tensors, dims, rows)
+        captured = capture(model, call, small if rows == 1 else tensors, dims, want="output")
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]
+    if not captured.symbolic:
+        raise CaptureError(
+            "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
+            "take sizes from the tensors (x.shape[0]) and not from constants"
+        )
+    gm = SeparateMeans(dims)(captured.gm)
+    gm = ProveBatch(model_tensors(model, None, gm), small, dims)(gm)
+    _drop_buffer_news(gm)
+    gm, tail = split_tail(gm, training=False)
+    assign_by_parameters(gm, owners, len(plan.stages))
+    stages = split_stages(gm, len(plan.stages), allow_empty=True)
+    wiring = wire(gm, stages, joined=False).forward_only()
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree)
+
+
+def _drop_buffer_news(gm: fx.GraphModule) -> None:
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    count = OUTPUTS[gm].loss
+    output.args = (tuple(output.args[0][:count]),)
+    OUTPUTS[gm] = Outputs(count, ())
+    gm.graph.eliminate_dead_code()
+
+
+def assign_by_parameters(gm: fx.GraphModule, owners: Mapping[str, tuple[int, ...]], stages: int) -> None:
+    """Write `STAGE`: each node as early as its operands allow, on a stage that holds its parameters.
+
+    A parameter that only an earlier stage holds is sent on from there.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or FREE[node]:
+            continue
+        stage = max((STAGE[n] for n in node.all_input_nodes if STAGE.on(n)), default=0)
+        held = [n for n in node.all_input_nodes if n.op == "placeholder" and _held(n, owners) is not None]
+        for operand in held:
+            places = _held(operand, owners) or ()
+            if stage not in places:
+                stage = min((p for p in places if p > stage), default=stage)
+        for operand in held:
+            places = _held(operand, owners) or ()
+            if stage not in places:
+                node.replace_input_with(operand, _sent_on(gm, operand, min(places)))
+        STAGE[node] = stage
+
+
+def _held(node: fx.Node, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    role = ROLE[node]
+    return owners.get(role.name) if role.kind == "parameter" else None
+
+
+def _sent_on(gm: fx.GraphModule, operand: fx.Node, stage: int) -> fx.Node:
+    last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+    with gm.graph.inserting_after(last):
+        copy = gm.graph.call_function(torch.ops.aten.alias.default, (operand,))
+    for key in (BATCH, FREE, PATH):
+        if key.on(operand):
+            key[copy] = key[operand]  # type: ignore[index]
+    copy.meta["val"] = operand.meta["val"]
+    STAGE[copy] = stage
+    return copy
+
+
+def run_evaluation(
+    evaluation: Evaluation, plan: Plan, world: World, tensors: Mapping[int, Tensors], batch: Batch
+) -> Any:
+    """Run forward over the stages and return the model's output, the same on every rank; a collective call."""
+    programs = lower(plan, evaluation.wiring, batch.rows, ranks=world.size)
+    verify_programs(programs, evaluation.wiring, plan)
+    values: dict[str, Value] = {v.name: v for v in evaluation.wiring.values}
+    bounds = tuple(BoundaryPart(b.name, b.kind, b.dim) for b in evaluation.tail.boundaries)
+    everyone = tuple(range(world.size))
+    world.prepare([everyone], [])
+
+    def work(transport: Transport) -> Turns[dict[str, Tensor]]:
+        program = programs[transport.rank]
+        stage = None
+        if program.stage is not None:
+            graph = evaluation.stages[program.stage]
+            own = tuple(b for b in bounds if b.name in graph.boundaries)
+            stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: forward_code(graph), False)
+        executor = Executor(program, values, stage, tensors[transport.rank], None, transport, {})
+        result = yield from executor.run(batch)
+        joined = yield from gather_parts(transport, everyone, bounds, result.parts, "gathering outputs")
+        transport.drain("gathering outputs")
+        return joined
+
+    with torch.no_grad():
+        joined = world.run(work)[0]
+        function = TailFunction(evaluation.tail, tensors[world.ranks[0]].buffers, 0, world.device)
+        flat = function.results(batch, joined)
+    return pytree.tree_unflatten(list(flat), evaluation.out_tree)

@@ -1,0 +1,168 @@
+"""How a model is called: arguments to flat, named leaves and back.
+
+A step is compiled for one call structure: the same argument names, containers and
+constants. Tensors are leaves that change from step to step; everything else is a
+constant of the captured graph and is compared at each call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from efftra_fx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a call: its name, and its constant value unless it is a tensor."""
+
+    name: str
+    tensor: bool
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """The structure of a call: `(args, kwargs, target)` as a tree of named leaves."""
+
+    leaves: tuple[Leaf, ...]
+    tree: Any
+    has_target: bool
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Return `(args, kwargs, target)` with these tensors at the tensor leaves."""
+        source = iter(tensors)
+        flat = [next(source) if leaf.tensor else leaf.constant for leaf in self.leaves]
+        args, kwargs, target = pytree.tree_unflatten(flat, self.tree)
+        return args, kwargs, target
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the tensor leaves, in order."""
+        return tuple(leaf.name for leaf in self.leaves if leaf.tensor)
+
+
+def read_call(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+) -> tuple[Call, tuple[Tensor, ...]]:
+    """Return the structure of a call and its tensors; keyword and position are the same.
+
+    Raises InputError where `forward` does not take these arguments.
+    """
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the model's forward{signature} cannot be called like this: {error}") from None
+    names = _argument_names(signature, bound)
+    paths, tree = pytree.tree_flatten_with_path((bound.args, dict(sorted(bound.kwargs.items())), target))
+    leaves: list[Leaf] = []
+    tensors: list[Tensor] = []
+    for path, value in paths:
+        name = _leaf_name(path, names)
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            leaves.append(Leaf(name, True))
+        else:
+            leaves.append(Leaf(name, False, value))
+    return Call(tuple(leaves), tree, target is not None), tuple(tensors)
+
+
+def difference(expected: Call, found: Call) -> str | None:
+    """Say in words how two call structures differ, or return None where they do not."""
+    before = {leaf.name: leaf for leaf in expected.leaves}
+    after = {leaf.name: leaf for leaf in found.leaves}
+    if expected.has_target != found.has_target:
+        what = ("a target", "none") if expected.has_target else ("no target", "one")
+        return f"target: compiled with {what[0]}, got {what[1]}"
+    for name in before:
+        if name not in after and before[name] != Leaf(name, False, None):
+            return f"argument '{name}' is missing; it was there when the step was compiled"
+    for name in after:
+        if name not in before and after[name] != Leaf(name, False, None):
+            return f"argument '{name}' was not there when the step was compiled"
+    for name, old in before.items():
+        new = after.get(name, Leaf(name, False, None))
+        if old.tensor != new.tensor:
+            kinds = {True: "a tensor", False: "not a tensor"}
+            return (
+                f"argument '{name}' was {kinds[old.tensor]} when the step was compiled and is {kinds[new.tensor]} now"
+            )
+        if not old.tensor and not _same_constant(old.constant, new.constant):
+            return f"argument '{name}' was {old.constant!r} when the step was compiled and is {new.constant!r} now"
+    if expected.tree != found.tree:
+        return "the containers of the arguments differ from those that the step was compiled with"
+    return None
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # a user's own __eq__ may raise anything; then the two are not known to be equal
+        return False
+
+
+def _argument_names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[str]:
+    names: list[str] = []
+    for parameter in signature.parameters.values():
+        if len(names) >= len(bound.args):
+            break
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = len(bound.args) - len(names)
+            names.extend(f"{parameter.name}[{i}]" for i in range(rest))
+        else:
+            names.append(parameter.name)
+    return names
+
+
+def _leaf_name(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    group, rest = path[0].idx, path[1:]
+    if group == 2:
+        return "target" + _steps(rest)
+    if group == 1:
+        return str(rest[0].key) + _steps(rest[1:])
+    return names[rest[0].idx] + _steps(rest[1:])
+
+
+def _steps(path: tuple[Any, ...]) -> str:
+    text = ""
+    for step in path:
+        if isinstance(step, pytree.SequenceKey):
+            text += f"[{step.idx}]"
+        elif isinstance(step, pytree.MappingKey):
+            text += f".{step.key}"
+        elif isinstance(step, pytree.GetAttrKey):
+            text += f".{step.name}"
+        else:
+            text += f".{step}"
+    return text
+
+
+def describe(tensor: Tensor) -> str:
+    """Return dtype and shape in words: `float32 [8, 6]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def original_forward(model: nn.Module) -> Callable[..., Any]:
+    """Return the function whose signature names the model's arguments."""
+    forward: Callable[..., Any] = model.forward
+    return forward
+
+
+def distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors with repeated objects copied, since a tracer takes equal objects for one input."""
+    seen: set[int] = set()
+    result = []
+    for tensor in tensors:
+        result.append(tensor.clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return tuple(torch.Tensor.detach(t) for t in result)

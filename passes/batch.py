@@ -1,0 +1,207 @@
+"""prove-batch: how each node's value follows the batch.
+
+Every node is computed for a small batch as a whole and for its parts, with parameters
+moved off special values (a zero gain would hide what is behind it) and random masks
+fixed. How whole and parts relate is written down: rows, whole, sum, or mixed. The
+dimension comes from the shapes; equality of values is the proof that the rows of a
+part do not feel the rows of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
+
+from .means import argument, with_argument
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class ProveBatch:
+    """Write `BATCH` and `FREE` on every node.
+
+    `values` has the real tensor of every parameter, buffer and constant by (kind, name);
+    `inputs` the example's tensors, with at least two rows.
+    """
+
+    values: Mapping[tuple[str, str], Tensor] = field(repr=False)
+    inputs: Sequence[Tensor] = field(repr=False)
+    batch_leaves: tuple[int | None, ...] = ()
+    name: ClassVar[str] = "prove-batch"
+    needs: ClassVar[tuple[str, ...]] = ("role", "outputs")
+    gives: ClassVar[tuple[str, ...]] = ("batch", "free")
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        rows = next(t.shape[d] for t, d in zip(self.inputs, self.batch_leaves, strict=True) if d is not None)
+        cut = (slice(0, 1), slice(1, rows))
+        values = {key: _moved(tensor) for key, tensor in self.values.items()}
+        whole = evaluate_nodes(gm, values, self.inputs)
+        parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
+        mark_free(gm)
+        for node in gm.graph.nodes:
+            if node.op != "output":
+                BATCH[node] = relation(whole[node], [p[node] for p in parts], rows, [1, rows - 1], FREE[node])
+        return gm
+
+
+def take_rows(inputs: Sequence[Tensor], batch_leaves: Sequence[int | None], part: slice) -> list[Tensor]:
+    """Return the inputs with only the rows of a part; inputs without a batch dimension stay whole."""
+    return [
+        t if d is None else t.narrow(d, part.start, part.stop - part.start)
+        for t, d in zip(inputs, batch_leaves, strict=True)
+    ]
+
+
+def mark_free(gm: fx.GraphModule) -> None:
+    """Write `FREE` on nodes that need only inputs, constants and buffers that the step does not change."""
+    written = set(OUTPUTS[gm].buffers)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            role = ROLE[node]
+            FREE[node] = role.kind in ("input", "constant") or (role.kind == "buffer" and role.name not in written)
+        elif node.op != "output":
+            FREE[node] = not is_random(node) and all(FREE[n] for n in node.all_input_nodes)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Say whether a node draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    probability = argument(node, "dropout_p")
+    return probability is None or bool(probability)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    generator = torch.Generator(device=tensor.device).manual_seed(0)
+    noise = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
+    return tensor.detach() * (0.9 + 0.2 * noise) + 0.02 * (noise - 0.5)
+
+
+def is_batch_statistics(node: fx.Node) -> bool:
+    """Say whether a node normalises with the statistics of the rows that it sees (BatchNorm in training)."""
+    if node.op != "call_function" or node.target not in _BATCH_NORMS:
+        return False
+    return bool(argument(node, "training"))
+
+
+def _without_statistics(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Normalise each row alone with fixed statistics; the new running statistics still depend on all rows."""
+    x, weight, bias = args[:3]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    out = x * 0.7 + 0.1
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    means = x.transpose(0, 1).flatten(1).mean(1).to(torch.float32)
+    return (out, means, means, means, means)
+
+
+_BATCH_NORMS = frozenset(
+    {
+        torch.ops.aten._native_batch_norm_legit_functional.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+        torch.ops.aten.native_batch_norm.default,
+    }
+)
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.record: dict[fx.Node, Any] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op == "call_function" and is_random(node):
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            value = _without_chance(node, args, kwargs)
+        elif is_batch_statistics(node):
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            value = _without_statistics(args)
+        else:
+            value = super().run_node(node)
+        self.record[node] = value
+        return value
+
+
+def _without_chance(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target: Any = node.target
+    if target is torch.ops.aten.native_dropout.default:
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    for name, calm in (("dropout_p", 0.0), ("dropout", 0.0), ("p", 0.0)):
+        if argument(node, name) is not None and name in [a.name for a in target._schema.arguments]:
+            positions = [a.name for a in target._schema.arguments]
+            where = positions.index(name)
+            if where < len(args):
+                return target(*args[:where], calm, *args[where + 1 :], **kwargs)
+            return target(*args, **{**kwargs, name: calm})
+    value = target(*args, **kwargs)
+    return torch.full_like(value, 0.5 if value.is_floating_point() else 0)
+
+
+def evaluate_nodes(
+    gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor]
+) -> dict[fx.Node, Any]:
+    """Return the value of every node, random masks fixed."""
+    source = iter(inputs)
+    operands = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            role = ROLE[node]
+            operands.append(next(source) if role.kind == "input" else values[role.kind, role.name])
+    recorder = _Recorder(gm)
+    with torch.no_grad():
+        recorder.run(*operands, enable_io_processing=False)
+    return recorder.record
+
+
+def relation(whole: Any, parts: Sequence[Any], rows: int, sizes: Sequence[int], free: bool) -> Split:
+    """Return how a value for the whole batch relates to its parts' values."""
+    if not isinstance(whole, Tensor):
+        same = not isinstance(whole, (int, float, bool)) or all(whole == p for p in parts)
+        return Split("whole" if same else "mixed")
+    differing = [d for d in range(whole.ndim) if any(p.shape[d] != whole.shape[d] for p in parts)]
+    if len(differing) > 1:
+        return Split("mixed")
+    if differing:
+        dim = differing[0]
+        per_row, rest = divmod(whole.shape[dim], rows)
+        fits = rest == 0 and all(p.shape[dim] == per_row * size for p, size in zip(parts, sizes, strict=True))
+        if fits and _close(torch.cat(list(parts), dim), whole):
+            return Split("rows", dim, per_row)
+        return Split("mixed")
+    if all(_close(p, whole) for p in parts) and not (not free and whole.ndim == 0 and not bool(whole.any())):
+        return Split("whole")
+    if whole.dtype is not torch.bool and _close(sum(parts[1:], parts[0]), whole):
+        return Split("sum")
+    return Split("mixed")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    if a.numel() == 0:
+        return True
+    kind = a.real.dtype if a.is_complex() else a.dtype
+    finite = torch.isfinite(b)
+    if not torch.equal(finite, torch.isfinite(a)) or not torch.equal(a[~finite].isnan(), b[~finite].isnan()):
+        return False
+    if not bool(finite.any()):
+        return True
+    scale = b[finite].abs().max()
+    return bool((a[finite] - b[finite]).abs().max() <= _TOLERANCE.get(kind, 1e-3) * scale.clamp(min=1e-12))
+
+
+__all__ = ["ProveBatch", "evaluate_nodes", "is_random", "mark_free", "relation", "take_rows", "with_argument"]

@@ -1,0 +1,99 @@
+"""Run the loss's tail: its value for joined parts, and its derivatives, which seed the backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from efftra_fx.meta import CONSTANTS, ROLE
+
+from .tail import Tail
+
+
+class Batch(Protocol):
+    """One global batch."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+class TailFunction:
+    """The tail as a function of the whole batch's inputs and the joined boundary values.
+
+    `buffers` has the model's buffers by name; those that the tail reads are not written in a step.
+    """
+
+    def __init__(self, tail: Tail, buffers: Mapping[str, Tensor], constant_stage: int, device: torch.device) -> None:
+        self.tail, self.buffers, self.device = tail, buffers, device
+        self.linear = tail.linear
+        self.constant_stage = constant_stage
+        self.roles = [ROLE[n] for n in tail.gm.graph.nodes if n.op == "placeholder"]
+        self.examples = {n.name: n.meta["val"] for n in tail.gm.graph.nodes if n.op == "placeholder"}
+        self.by_size: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
+        self.reads_values = _reads_values(tail)
+
+    def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Return dT/dS for each boundary, and T where every S is zero; only for a linear tail."""
+        if not self.reads_values and batch.rows in self.by_size:
+            return self.by_size[batch.rows]
+        zeros = {b.name: self._zero(b.name) for b in self.tail.boundaries}
+        loss, seeds = self.join(batch, zeros)
+        if not self.reads_values:
+            self.by_size[batch.rows] = seeds, loss
+        return seeds, loss
+
+    def join(self, batch: Batch, values: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss of the joined values and its derivatives with respect to each of them."""
+        with torch.enable_grad():
+            leaves = {
+                name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+                for name, value in values.items()
+            }
+            loss = self.results(batch, leaves)
+            wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        seeds = {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(wanted.items(), found, strict=True)
+        }
+        return loss.detach(), seeds
+
+    def results(self, batch: Batch, values: Mapping[str, Tensor]) -> Any:
+        """Return what the tail computes."""
+        operands = []
+        for role in self.roles:
+            if role.kind == "boundary":
+                operands.append(values[role.name])
+            elif role.kind == "input":
+                operands.append(batch.tensors[role.name])
+            elif role.kind == "constant":
+                operands.append(CONSTANTS[self.tail.gm][role.name])
+            else:
+                operands.append(self.buffers[role.name])
+        return self.tail.gm(*operands)
+
+    def _zero(self, name: str) -> Tensor:
+        value = self.examples[name] if name in self.examples else self.examples[_placeholder(self.tail, name)]
+        return torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device=self.device)
+
+
+def _placeholder(tail: Tail, name: str) -> str:
+    return next(
+        n.name
+        for n in tail.gm.graph.nodes
+        if n.op == "placeholder" and ROLE[n].kind == "boundary" and ROLE[n].name == name
+    )
+
+
+def _reads_values(tail: Tail) -> bool:
+    """Say whether the tail reads more of the inputs than their sizes."""
+    for node in tail.gm.graph.nodes:
+        if node.op == "placeholder" and ROLE[node].kind in ("input", "buffer"):
+            if any(user.target is not torch.ops.aten.sym_size.int for user in node.users):
+                return True
+    return False

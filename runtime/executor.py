@@ -1,0 +1,573 @@
+"""Run one rank's program: instructions become closures once, and then only the closures run.
+
+    program text                        what its closure does
+    load s0 m0 [0:4]                    take the rows of the inputs
+    recv x m0 [0:4] <- 1 ...            post the receive
+    forward s0 m0                       wait for what it reads; call the stage's function
+    send x m0 [0:4] -> 1 ...            hand the tensor to the transport
+    all_reduce weight [0, 1]            start the sum of the gradients
+
+An executor is a generator, so that ranks of one process can take turns (`run_all`); where
+each rank has its own process it is simply run to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from efftra_fx.errors import EfftraError
+from efftra_fx.meta import Role
+from efftra_fx.program import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Join,
+    Load,
+    Message,
+    RankProgram,
+    Recv,
+    ReduceLoss,
+    Send,
+    Update,
+    Value,
+)
+from efftra_fx.program_text import print_instruction
+
+from .parts import Pieces, assemble, gather_parts, rows_of
+from .transport import Handle, Incoming, Outgoing, Transport
+
+Waiting = Generator[tuple[Handle[Any], str], None, Any]
+
+
+class StageCode(Protocol):
+    """What a stage computes for a part with a fixed number of rows.
+
+    `forward` takes one operand a role and returns the outputs and what the backward
+    needs; the backwards take that and one gradient an output (None: none comes in) and
+    return gradients of the values that the stage reads, and of its parameters, in the
+    order of the roles (None: none). `backward_weight` takes what `backward_input` kept,
+    for several parts at once.
+    """
+
+    def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]: ...
+
+    def backward(
+        self, saved: Any, gradients: list[Tensor | None]
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]: ...
+
+    def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> tuple[Sequence[Tensor | None], Any]: ...
+
+    def backward_weight(self, kept: Sequence[Any]) -> Sequence[Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class BoundaryPart:
+    """A value that this stage hands to the whole batch's tail: name, kind and the dimension of its rows."""
+
+    name: str
+    kind: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """All that a rank knows of its stage besides the program."""
+
+    stage: int
+    roles: tuple[Role, ...]
+    sends: tuple[str, ...]
+    boundaries: tuple[BoundaryPart, ...]
+    buffers: tuple[str, ...]
+    code: Callable[[int], StageCode]  # by number of rows
+    random: bool
+
+
+@dataclass
+class Tensors:
+    """What a rank holds between steps: parameters and buffers by the model's own names, constants by theirs."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    constants: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch: tensors by input name, and the dimension of their rows (None: none)."""
+
+    rows: int
+    tensors: Mapping[str, Tensor]
+    dims: Mapping[str, int | None]
+
+
+class TailCode(Protocol):
+    """The part of the loss that is computed once for the whole batch."""
+
+    linear: bool
+
+    def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Return dT/dS for each boundary, and T where every S is zero."""
+        ...
+
+    def join(self, batch: Batch, values: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss of the joined values and its derivatives."""
+        ...
+
+
+@dataclass
+class StepResult:
+    """What a step leaves on one rank."""
+
+    loss: Tensor | None
+    gradients: dict[str, Tensor]
+    parts: dict[str, list[tuple[int, int, Tensor]]]
+    timeline: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+@dataclass
+class _Step:
+    """What lives during one step."""
+
+    batch: Batch
+    seed: int
+    seeds: Mapping[str, Tensor] = field(default_factory=dict)
+    constant: Tensor | None = None
+    operands: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, bool], Pieces] = field(default_factory=dict)
+    pending: dict[tuple[str, int, bool], list[tuple[Message, Handle[Tensor]]]] = field(default_factory=dict)
+    outgoing: dict[tuple[str, int, bool], Tensor] = field(default_factory=dict)
+    saved: dict[int, Any] = field(default_factory=dict)
+    kept: dict[int, Any] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
+    loss: Tensor | None = None
+    reduced: Handle[Tensor] | None = None
+    sums: list[tuple[Handle[Tensor], tuple[str, ...]]] = field(default_factory=list)
+
+
+Action = Callable[[_Step], "Waiting | None"]
+
+
+class Executor:
+    """One rank of a plan for one size of the global batch; `run` does one step."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        values: Mapping[str, Value],
+        work: StageWork | None,
+        tensors: Tensors,
+        tail: TailCode | None,
+        transport: Transport,
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        record: Callable[[], float] | None = None,
+    ) -> None:
+        self.program, self.values, self.work, self.tensors = program, values, work, tensors
+        self.tail, self.transport, self.shapes, self.clock = tail, transport, shapes, record
+        self.device = transport.device
+        self.names = {name: index for index, name in enumerate(sorted(values))}
+        self.cells = {i.micro_batch: (i.start, i.stop) for i in program.instructions if isinstance(i, Load)}
+        self.last_sends = _last_sends(program.instructions)
+        self.actions = list(self._close(program.instructions))
+
+    def run(self, batch: Batch, seed: int = 0) -> Generator[tuple[Handle[Any], str], None, StepResult]:
+        """Run one step; yields where this rank would have to wait for ranks of the same process."""
+        step = _Step(batch, seed)
+        timeline: list[tuple[int, float, float]] = []
+        clock = self.clock
+        with torch.no_grad():
+            if self.tail is not None and self.tail.linear and self.work is not None and self.work.boundaries:
+                step.seeds, step.constant = self.tail.seeds(batch)
+            for index, needs, action in self.actions:
+                begin = clock() if clock else 0.0
+                for key in needs:
+                    for message, handle in step.pending.pop(key, ()):
+                        what = print_instruction(message) if not handle.ready() else ""
+                        while not handle.ready():
+                            yield handle, what
+                        piece = (message.start, message.stop, handle.wait(what))
+                        step.arrived.setdefault(key, []).append(piece)
+                waiting = action(step)
+                if waiting is not None:
+                    yield from waiting
+                if clock:
+                    timeline.append((index, begin, clock()))
+        loss = step.reduced.wait("reduce_loss") if step.reduced is not None else step.loss
+        if self.work is not None:
+            for name, value in step.buffers.items():
+                self.tensors.buffers[name].copy_(value)
+        return StepResult(loss, step.weights, step.parts, timeline)
+
+    def _close(
+        self, instructions: Sequence[Instruction]
+    ) -> Generator[tuple[int, list[tuple[str, int, bool]], Action], None, None]:
+        """Yield a closure for each instruction, with the values that it waits for; messages in a row make one group."""
+        needed = _needs(instructions)
+        group: list[Send | Recv] = []
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Send | Recv):
+                group.append(instruction)
+                continue
+            if group:
+                yield index - 1, [], self._messages(group)
+                group = []
+            yield index, needed.get(index, []), self._action(instruction)
+        if group:
+            yield len(instructions) - 1, [], self._messages(group)
+
+    def _action(self, instruction: Instruction) -> Action:
+        match instruction:
+            case Load():
+                return self._load(instruction)
+            case Forward(micro_batch=micro_batch):
+                return self._forward(micro_batch)
+            case Backward(micro_batch=micro_batch):
+                return self._backward(micro_batch)
+            case BackwardInput(micro_batch=micro_batch):
+                return self._backward_input(micro_batch)
+            case BackwardWeight(micro_batches=micro_batches):
+                return self._backward_weight(micro_batches)
+            case AllReduce():
+                return self._all_reduce(instruction)
+            case Join():
+                return self._join(instruction)
+            case ReduceLoss():
+                return self._reduce_loss(instruction)
+            case Update():
+                return self._update()
+            case Send() | Recv():
+                return self._messages([instruction])
+            case _:
+                assert_never(instruction)
+
+    def _messages(self, group: Sequence[Send | Recv]) -> Action:
+        recvs = [m for m in group if isinstance(m, Recv)]
+        sends = [m for m in group if isinstance(m, Send)]
+        incoming = [Incoming(m.shape, getattr(torch, m.dtype), self.device, m.peer, self._tag(m)) for m in recvs]
+        transport, exchange = self.transport, len(group) > 1
+
+        def act(step: _Step) -> None:
+            outgoing = [Outgoing(self._take(step, m), m.peer, self._tag(m)) for m in sends]
+            if exchange:
+                _, handles = transport.exchange(outgoing, incoming)
+            else:
+                handles = [transport.recv(*i) for i in incoming]
+                for o in outgoing:
+                    transport.send(*o)
+            for message, handle in zip(recvs, handles, strict=True):
+                step.pending.setdefault(_key(message), []).append((message, handle))
+
+        return act
+
+    def _tag(self, message: Message) -> int:
+        return (message.micro_batch * len(self.names) + self.names[message.value]) * 2 + message.gradient
+
+    def _take(self, step: _Step, message: Send) -> Tensor:
+        """Return the rows that a message carries, contiguous; the last message lets the tensor go."""
+        key = _key(message)
+        tensor = step.outgoing.pop(key) if message in self.last_sends else step.outgoing[key]
+        value = self.values[message.value]
+        if value.kind == "rows":
+            first, stop = self.cells[message.micro_batch]
+            if (first, stop) != (message.start, message.stop):
+                tensor = rows_of(tensor, value.dim, first, stop, message.start, message.stop)
+        return tensor.contiguous()
+
+    def _load(self, load: Load) -> Action:
+        assert self.work is not None
+        names = [r.name for r in self.work.roles if r.kind == "input"]
+        micro_batch, start, stop = load.micro_batch, load.start, load.stop
+
+        def act(step: _Step) -> None:
+            batch = step.batch
+            operands = {}
+            for name in names:
+                dim, tensor = batch.dims[name], batch.tensors[name]
+                operands[name] = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+            step.operands[micro_batch] = operands
+
+        return act
+
+    def _forward(self, micro_batch: int) -> Action:
+        work, tensors = self.work, self.tensors
+        assert work is not None
+        first, stop = self.cells[micro_batch]
+        code = work.code(stop - first)
+        differentiate = any(isinstance(i, Backward | BackwardInput | BackwardWeight) for i in self.program.instructions)
+        count, bounds = len(work.sends), work.boundaries
+        share = (stop - first) / self.program.rows
+        salt = (self.program.stage or 0, micro_batch, self.program.replica)
+
+        def act(step: _Step) -> None:
+            inputs = step.operands.pop(micro_batch)
+            operands: list[Any] = []
+            for role in work.roles:
+                if role.kind == "parameter":
+                    operands.append(tensors.parameters[role.name])
+                elif role.kind == "buffer":
+                    current = step.buffers.get(role.name)
+                    operands.append(tensors.buffers[role.name] if current is None else current)
+                elif role.kind == "constant":
+                    operands.append(tensors.constants[role.name])
+                elif role.kind == "input":
+                    operands.append(inputs[role.name])
+                else:
+                    pieces = step.arrived.pop((role.name, micro_batch, False))
+                    operands.append(assemble(pieces, self.values[role.name], first, stop))
+            if work.random:
+                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                    torch.manual_seed(_mix(step.seed, *salt))
+                    outputs, saved = code.forward(operands)
+            else:
+                outputs, saved = code.forward(operands)
+            if differentiate:
+                step.saved[micro_batch] = saved
+            for name, output in zip(work.sends, outputs, strict=False):
+                step.outgoing[name, micro_batch, False] = output
+            for bound, output in zip(bounds, outputs[count:], strict=False):
+                self._bound(step, bound, output, (first, stop), share)
+            for name, output in zip(work.buffers, outputs[count + len(bounds) :], strict=True):
+                step.buffers[name] = output
+
+        return act
+
+    def _bound(self, step: _Step, bound: BoundaryPart, output: Tensor, rows: tuple[int, int], share: float) -> None:
+        """Count a part's boundary value: towards the loss where that is linear, kept for the join otherwise."""
+        if self.tail is None or not self.tail.linear:
+            step.parts.setdefault(bound.name, []).append((*rows, output))
+            return
+        seed = step.seeds[bound.name]
+        part = (output * seed).sum() if output.ndim else output * seed
+        if bound.kind == "whole":
+            part = part * share
+        step.loss = part if step.loss is None else step.loss + part
+
+    def _output_gradients(self, step: _Step, micro_batch: int, outputs: int) -> list[Tensor | None]:
+        work = self.work
+        assert work is not None
+        first, stop = self.cells[micro_batch]
+        gradients: list[Tensor | None] = []
+        for name in work.sends:
+            value = self.values[name]
+            pieces = step.arrived.pop((name, micro_batch, True), None)
+            if pieces is not None:
+                gradients.append(assemble(pieces, value, first, stop))
+            elif any(value.gradients):
+                shape = value.part_shape(stop - first)
+                gradients.append(torch.zeros(shape, dtype=getattr(torch, value.dtype), device=self.device))
+            else:
+                gradients.append(None)
+        for bound in work.boundaries:
+            seed = step.seeds[bound.name]
+            if bound.kind == "rows":
+                width = seed.shape[bound.dim] // self.program.rows
+                seed = seed.narrow(bound.dim, first * width, (stop - first) * width).contiguous()
+            elif bound.kind == "whole":
+                seed = seed * ((stop - first) / self.program.rows)
+            gradients.append(seed)
+        gradients.extend([None] * len(work.buffers))
+        return gradients
+
+    def _backward(self, micro_batch: int) -> Action:
+        assert self.work is not None
+        first, stop = self.cells[micro_batch]
+        code = self.work.code(stop - first)
+
+        def act(step: _Step) -> None:
+            gradients = self._output_gradients(step, micro_batch, 0)
+            values, weights = code.backward(step.saved.pop(micro_batch), gradients)
+            self._give_values(step, micro_batch, values)
+            self._add_weights(step, weights)
+
+        return act
+
+    def _backward_input(self, micro_batch: int) -> Action:
+        assert self.work is not None
+        first, stop = self.cells[micro_batch]
+        code = self.work.code(stop - first)
+
+        def act(step: _Step) -> None:
+            gradients = self._output_gradients(step, micro_batch, 0)
+            values, step.kept[micro_batch] = code.backward_input(step.saved.pop(micro_batch), gradients)
+            self._give_values(step, micro_batch, values)
+
+        return act
+
+    def _backward_weight(self, micro_batches: tuple[int, ...]) -> Action:
+        assert self.work is not None
+        rows = sum(self.cells[m][1] - self.cells[m][0] for m in micro_batches)
+        code = self.work.code(rows if len(micro_batches) > 1 else rows)
+
+        def act(step: _Step) -> None:
+            self._add_weights(step, code.backward_weight([step.kept.pop(m) for m in micro_batches]))
+
+        return act
+
+    def _give_values(self, step: _Step, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        assert self.work is not None
+        names = [role.name for role in self.work.roles if role.kind == "value"]
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                step.outgoing[name, micro_batch, True] = gradient
+
+    def _add_weights(self, step: _Step, gradients: Sequence[Tensor | None]) -> None:
+        assert self.work is not None
+        names = [role.name for role in self.work.roles if role.kind == "parameter"]
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is None:
+                continue
+            before = step.weights.get(name)
+            step.weights[name] = gradient if before is None else before.add_(gradient)
+
+    def _all_reduce(self, reduce: AllReduce) -> Action:
+        transport, shapes = self.transport, self.shapes
+
+        def act(step: _Step) -> None:
+            flats = []
+            for name in reduce.parameters:
+                gradient = step.weights.get(name)
+                if gradient is None:
+                    shape, dtype = shapes[name]
+                    gradient = torch.zeros(shape, dtype=dtype, device=self.device)
+                flats.append(gradient.reshape(-1))
+            flat = flats[0].clone() if len(flats) == 1 else torch.cat(flats)
+            step.sums.append((transport.all_reduce(flat, reduce.ranks), reduce.parameters))
+            for name in reduce.parameters:
+                step.weights.pop(name, None)
+
+        return act
+
+    def _join(self, join: Join) -> Action:
+        tail, transport = self.tail, self.transport
+        assert tail is not None and self.work is not None
+        bounds = self.work.boundaries
+
+        def act(step: _Step) -> Waiting:
+            values = yield from gather_parts(transport, join.ranks, bounds, step.parts, print_instruction(join))
+            loss, step.seeds = tail.join(step.batch, values)
+            step.loss = loss / len(join.ranks)
+            step.parts.clear()
+
+        return act
+
+    def _reduce_loss(self, reduce: ReduceLoss) -> Action:
+        transport = self.transport
+        dtype, _ = self._loss_type()
+
+        def act(step: _Step) -> None:
+            loss = step.loss
+            if loss is None:
+                loss = torch.zeros((), dtype=dtype, device=self.device)
+            if step.constant is not None and self._first_of_last():
+                loss = loss + step.constant
+            step.reduced = transport.all_reduce(loss.detach().to(dtype).reshape(1).clone(), reduce.ranks)
+
+        return act
+
+    def _loss_type(self) -> tuple[torch.dtype, None]:
+        shape_dtype = self.shapes.get("")
+        return (shape_dtype[1] if shape_dtype is not None else torch.float32), None
+
+    def _first_of_last(self) -> bool:
+        """Say whether this rank adds the loss's constant term: replica 0 of the stage that has the last boundary."""
+        assert self.work is not None
+        return self.program.replica == 0 and self.work.stage == self._constant_stage
+
+    @property
+    def _constant_stage(self) -> int:
+        return getattr(self.tail, "constant_stage", 0)
+
+    def _update(self) -> Action:
+        transport = self.transport
+
+        def act(step: _Step) -> Waiting:
+            for handle, names in step.sums:
+                while not handle.ready():
+                    yield handle, "all_reduce " + names[0]
+                flat = handle.wait("all_reduce " + names[0])
+                at = 0
+                for name in names:
+                    shape, _ = self.shapes[name]
+                    size = 1
+                    for extent in shape:
+                        size *= extent
+                    step.weights[name] = flat[at : at + size].view(shape)
+                    at += size
+            if step.reduced is not None:
+                while not step.reduced.ready():
+                    yield step.reduced, "reduce_loss"
+            transport.drain()
+
+        return act
+
+
+def _key(message: Message) -> tuple[str, int, bool]:
+    return message.value, message.micro_batch, message.gradient
+
+
+def _needs(instructions: Sequence[Instruction]) -> dict[int, list[tuple[str, int, bool]]]:
+    """Map each computing instruction to the received values that it is the first to need."""
+    received: dict[tuple[int, bool], list[tuple[str, int, bool]]] = {}
+    for instruction in instructions:
+        if isinstance(instruction, Recv):
+            keys = received.setdefault((instruction.micro_batch, instruction.gradient), [])
+            if _key(instruction) not in keys:
+                keys.append(_key(instruction))
+    needs: dict[int, list[tuple[str, int, bool]]] = {}
+    for index, instruction in enumerate(instructions):
+        if isinstance(instruction, Forward):
+            needs[index] = received.get((instruction.micro_batch, False), [])
+        elif isinstance(instruction, Backward | BackwardInput):
+            needs[index] = received.get((instruction.micro_batch, True), [])
+    return needs
+
+
+def _last_sends(instructions: Sequence[Instruction]) -> frozenset[Send]:
+    last: dict[tuple[str, int, bool], Send] = {}
+    for instruction in instructions:
+        if isinstance(instruction, Send):
+            last[_key(instruction)] = instruction
+    return frozenset(last.values())
+
+
+def _mix(*numbers: int) -> int:
+    """Mix numbers into a seed (the finaliser of splitmix64 over a running state)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (state >> 31)) & 0xFFFFFFFFFFFFFFFF
+    return state >> 1
+
+
+def drive(generator: Generator[tuple[Handle[Any], str], None, Any]) -> Any:
+    """Run a rank that has its process for itself to its end, and return what it returns."""
+    try:
+        while True:
+            handle, what = next(generator)
+            handle.wait(what)
+    except StopIteration as stop:
+        return stop.value
+
+
+__all__ = [
+    "Batch",
+    "BoundaryPart",
+    "EfftraError",
+    "Executor",
+    "StageCode",
+    "StageWork",
+    "StepResult",
+    "Tensors",
+    "drive",
+]
