@@ -19,7 +19,7 @@ from torch import fx
 
 from efftra_fx import private
 from efftra_fx.errors import EmitError
-from efftra_fx.operators import callable_for
+from efftra_fx.operators import Spelling, spell
 
 _FILES = itertools.count()
 
@@ -103,13 +103,19 @@ class _Writer:
             raise EmitError(f"node {node.name} is a {node.op}, expected a graph of functions; inline it first")
         if node.target is operator.getitem:
             return f"{node.name} = {self.text(node.args[0])}[{self.text(node.args[1])}]"
-        target = cast(Callable[..., object], node.target)
-        if isinstance(target, torch._ops.OpOverload):
-            target = callable_for(target)
-        called = self.constant(target, _function_name(node.target))
-        arguments = [self.text(value) for value in node.args]
-        arguments += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
-        return f"{node.name} = {called}({', '.join(arguments)})"
+        return f"{node.name} = {self.call(node)}"
+
+    def call(self, node: fx.Node) -> str:
+        """Return the expression that calls a node's function."""
+        spelling = Spelling(cast(Callable[..., Any], node.target))
+        if isinstance(node.target, torch._ops.OpOverload):
+            spelling = _spell(node)
+        args = list(node.args)
+        texts = [self.text(value) for value in ([*args[:-1], *args[-1]] if spelling.spread else args)]  # type: ignore[misc]
+        texts += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
+        if spelling.function is None:
+            return f"{texts[0]}.{spelling.method}({', '.join(texts[1:])})"
+        return f"{self.constant(spelling.function, _function_name(node.target))}({', '.join(texts)})"
 
     def result(self, value: Any, gives: Sequence[int] | None) -> str:
         if gives is None:
@@ -186,6 +192,15 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 def _delete(values: Sequence[fx.Node]) -> list[str]:
     return [f"del {', '.join(value.name for value in values)}"] if values else []
+
+
+def _spell(node: fx.Node) -> Spelling:
+    """Return how to write a node's call; without the kinds of its arguments it is written boxed."""
+    overload = cast(torch._ops.OpOverload, node.target)
+    if any("val" not in value.meta for value in node.all_input_nodes):
+        return Spelling(private.boxed(overload))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    return spell(overload, args, kwargs)
 
 
 def _function_name(target: Any) -> str:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
-
-UNBOXED_MODULES: tuple[str, ...] = ("_VariableFunctions", "_nn", "_linalg", "_special", "_fft", "_sparse", "_nested")
-
 
 @functools.cache
 def _autograd_keys() -> torch._C.DispatchKeySet:
@@ -33,9 +31,21 @@ def below_autograd() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_autograd_keys())  # type: ignore[no-any-return]
 
 
-def resolved(overload: torch._ops.OpOverload) -> Callable[..., object]:
+def boxed(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the boxed call of one overload without the Python layer around it."""
-    return overload._op  # type: ignore[no-any-return]
+    return cast(Callable[..., Any], overload._op)
+
+
+def unboxed(name: str) -> tuple[Callable[..., Any], ...]:
+    """Return torch's own unboxed bindings of that name; which overload one takes is its own choice."""
+    places = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft)
+    return tuple(getattr(place, name) for place in places if hasattr(place, name))
+
+
+def is_plain_method(name: str) -> bool:
+    """Tell whether tensors have a method of that name that is torch's binding and no Python code."""
+    bound = getattr(torch._C.TensorBase, name, None)
+    return bound is not None and callable(bound) and getattr(torch.Tensor, name) is bound
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:

@@ -20,6 +20,7 @@ from efftra_fx import private
 from efftra_fx.errors import DifferentiateError
 
 from .record import Recorder
+from .simplify import simplify
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +77,21 @@ def record_joint(
         seeds = _seeds(outputs, grad_outputs, recorder)
         with recorder:
             gradients = _differentiate(outputs, seeds, inputs, wrt)
+    replaced = simplify(recorder.graph)
+
+    def final(value: Any) -> Any:
+        node = recorder.find(value)
+        while node in replaced:
+            node = replaced[node]
+        return node
+
     return Joint(
         recorder.module,
         recorder.graph,
         tuple(nodes),
-        tuple(recorder.find(value) for value in outputs),
+        tuple(final(value) if isinstance(value, torch.Tensor) else value for value in outputs),
         tuple(None if seed is None else recorder.find(seed) for seed in seeds),
-        tuple(None if value is None else recorder.find(value) for value in gradients),
+        tuple(None if value is None else final(value) for value in gradients),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):
                 name=node.name,
             )
         node.meta["val"] = value
+        node.meta["look"] = _look(value, memory.writes)
         self._nodes[id(value)] = (node, memory.writes)
         return node
 
@@ -127,6 +128,9 @@ class Recorder(TorchDispatchMode):
             return result
         writes = func._schema.is_mutable
         inputs = tree_map(self.find, (tuple(args), dict(kwargs)))  # before the call: it may write
+        if torch.Tag.inplace_view in func.tags:
+            with self.silence():
+                self.find(args[0]).meta["val"] = args[0].detach()  # the tensor itself is about to look otherwise
         result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves) or _is_check(func):
@@ -158,6 +162,7 @@ class Recorder(TorchDispatchMode):
     def _remember(self, value: torch.Tensor, node: fx.Node) -> None:
         memory = self._memories.setdefault(_memory_of(value), _Memory(value, node))
         self._nodes[id(value)] = (node, memory.writes)
+        node.meta["look"] = _look(value, memory.writes)
         self._kept.append(value)
 
     def _write(self, func: Any, target: torch.Tensor, node: fx.Node) -> None:
@@ -175,11 +180,12 @@ class Recorder(TorchDispatchMode):
             scattered = self.graph.create_node(
                 "call_function", aten.as_strided_scatter.default, (memory.node, node, *where), name=memory.node.name
             )
-            scattered.meta = dict(memory.node.meta)
+            scattered.meta = {**memory.node.meta, "look": _look(memory.root, memory.writes)}
             self._nodes[id(memory.root)] = (scattered, memory.writes)
             memory.node = scattered
         else:
             memory.node = node
+        node.meta["look"] = _look(target, memory.writes)
         self._nodes[id(target)] = (node, memory.writes)
 
 
@@ -201,6 +207,12 @@ def functional(func: Any) -> Any:
 def _is_check(func: Any) -> bool:
     """Tell whether an operator is called only for the error that it may raise."""
     return str(func._schema.name).startswith("aten::_assert_async")
+
+
+def _look(value: torch.Tensor, writes: int) -> Hashable:
+    """Return what a tensor sees: which memory, since which write, and how. Tensors of the same look are equal."""
+    geometry = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
+    return (_memory_of(value), writes, value.dtype, *geometry, value.is_conj(), value.is_neg())
 
 
 def _memory_of(value: torch.Tensor) -> int:
