@@ -308,7 +308,7 @@ class GlooTransport(GroupTransport):
             return Done(tensor)
         plain = plain_tensor(tensor)
         handle = self.start_sum(plain, ranks)
-        return handle if plain.data_ptr() == tensor.data_ptr() else CopyBack(handle, tensor)
+        return in_place(handle, tensor)
 
     def start_sum(self, plain: Tensor, ranks: tuple[int, ...]) -> GroupHandle:
         """Start summing contiguous host memory in place."""
@@ -341,6 +341,14 @@ def plain_tensor(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
+
+
+def in_place(handle: GroupHandle, tensor: Tensor) -> Handle[Tensor]:
+    """Let a handle on a sum of `tensor`, or of a plain copy of it, end with the sum in `tensor`."""
+    if handle.result.data_ptr() != tensor.data_ptr():
+        return CopyBack(handle, tensor)
+    handle.result = tensor
+    return handle
 
 
 def break_group(group: Group) -> None:

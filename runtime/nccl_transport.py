@@ -24,24 +24,29 @@ from torch import Tensor
 
 from efftra_fx.errors import TransportError, TransportTimeout
 
-from .group_transport import CopyBack, Group, GroupHandle, GroupTransport, break_group, plain_tensor
+from .group_transport import Group, GroupHandle, GroupTransport, break_group, in_place, plain_tensor
 from .transport import Done, Handle, Incoming, Outgoing, describe
 
 POLL_S = 20e-6
 
 
 class StreamHandle(GroupHandle):
-    """Work on a stream of NCCL's; `what` is the instruction that waited for it."""
+    """Work on a stream of NCCL's; `what` is the instruction that waited for it, once one has."""
 
     __slots__ = ("what",)
 
+    def __init__(self, transport: GroupTransport, work: Any, result: Tensor, peers: tuple[int, ...]) -> None:
+        super().__init__(transport, work, result, peers)
+        self.what: str | None = None
+
     def wait(self, what: str = "") -> Tensor:
         """Make the current stream wait."""
-        self.what = what
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            self.transport.explain(error, what, self.waits_for)
+        if self.what is None:
+            self.what = what
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                self.transport.explain(error, what, self.waits_for)
         return self.result
 
 
@@ -109,6 +114,7 @@ class NcclTransport(GroupTransport):
 
     def group_call(self, peer: int, tensors: list[tuple[bool, Tensor]]) -> list[StreamHandle]:
         """Start all messages from and to one peer at once."""
+        self.check_peer(peer)
         group = self.pairs.get((min(self.rank, peer), max(self.rank, peer)))
         if group is None:
             raise TransportError(f"rank {self.rank} cannot reach rank {peer}: call prepare with their pair first")
@@ -139,13 +145,13 @@ class NcclTransport(GroupTransport):
         except RuntimeError as error:
             self.explain(error, "a sum", describe(ranks))
         self.under_way.append(handle)
-        return handle if plain.data_ptr() == tensor.data_ptr() else CopyBack(handle, tensor)
+        return in_place(handle, tensor)
 
     def drain(self, what: str = "end of step") -> None:
         """Wait on the host for all that is under way; the current stream waits for it too."""
         under_way, self.under_way = self.under_way, []
         for handle in under_way:
-            self.await_on_host(handle, getattr(handle, "what", "") or what)
+            self.await_on_host(handle, handle.what or what)
 
     def await_on_host(self, handle: StreamHandle, what: str) -> None:
         """Wait on the host, with the time limit, alert to failures elsewhere."""

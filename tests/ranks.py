@@ -244,5 +244,6 @@ def write(stream: IO[bytes], what: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["ranks"] = sys.modules["__main__"]
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    import ranks  # so that what is pickled has the same module on both sides
+
+    ranks.serve(sys.stdin.buffer, sys.stdout.buffer)
