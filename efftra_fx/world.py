@@ -60,16 +60,18 @@ class World:
     def run(self, work: Callable[[Transport], Turns[T]]) -> list[T]:
         """Run the same work on every rank of this process and return what each returns.
 
-        An error on one rank is told to all others before it is raised here.
+        An error on one rank is told to all others before it is raised here. Gradient recording is off
+        meanwhile, and afterwards as it was (ranks that take turns cannot each restore it).
         """
-        if len(self.transports) > 1:
-            return run_all([work(t) for t in self.transports])
-        transport = self.transports[0]
-        try:
-            return [drive(work(transport))]
-        except Exception as error:
-            transport.fail(error)
-            raise
+        with torch.no_grad():
+            if len(self.transports) > 1:
+                return run_all([work(t) for t in self.transports])
+            transport = self.transports[0]
+            try:
+                return [drive(work(transport))]
+            except Exception as error:
+                transport.fail(error)
+                raise
 
     def gather(self, data: Any) -> list[Any]:
         """Return every process's plain data, in rank order; a collective call."""
