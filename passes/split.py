@@ -134,6 +134,8 @@ def extract(gm: fx.GraphModule, own: Sequence[fx.Node], wanted: Sequence[fx.Node
     for node in gm.graph.nodes:
         if node in needed and node not in copies and node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.target is torch.ops.aten.view.default:  # what crosses arrives contiguous, so a view may need a copy
+                copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[n] for n in wanted))
     result = fx.GraphModule(gm, graph)
     CONSTANTS[result] = CONSTANTS[gm]
