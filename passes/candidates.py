@@ -19,8 +19,7 @@ from efftra_fx.plan import Plan, Stage
 from .evaluate import Figures, Rules, evaluate
 from .pricing import IMPOSSIBLE, Batch, Pricer
 from .replay import in_flight, lower_bounds, missing_bytes, steps
-from .table import Floats, Layout, Table
-
+from .table import Floats, Ints, Layout, Table
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,9 @@ class Request:
     replicas: tuple[int, ...] | None = None
     micro_batches: int | None = None
     schedule: str | None = None
+    in_flight: int | None = None
     tensor: int | None = None
+    undivided_alone: bool = False
     limit_s: float = 60.0
 
 
@@ -55,12 +56,23 @@ class Found:
     cuts: tuple[int, ...]
     counts: tuple[int, ...]
     ways: tuple[int, ...]
+    skip: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
         """What makes ties come out the same everywhere: the step, then fewer stages, then the shape."""
-        return (self.step_s, len(self.counts), self.setting.micro_batches, self.setting.schedule,
-                self.setting.in_flight, self.layout.label, self.cuts, self.counts, self.ways)
+        return (
+            self.step_s,
+            len(self.counts),
+            self.setting.micro_batches,
+            self.setting.schedule,
+            self.setting.in_flight,
+            self.layout.label,
+            self.cuts,
+            self.counts,
+            self.ways,
+            self.skip,
+        )
 
 
 @dataclass
@@ -77,6 +89,8 @@ class Search:
     best: dict[tuple[object, ...], Found] = field(default_factory=dict)  # by layout, setting and number of stages
     least_s: float = float("inf")
     closest: tuple[float, Found] | None = None
+    exact: bool = False  # every plan is offered: rings that meet are left to `evaluate`
+    pending: list[Found] = field(default_factory=list)
     candidates: int = 0
     limited: str = ""
 
@@ -93,25 +107,40 @@ class Search:
             self.limited = f"stopped after the time limit of {self.request.limit_s:g} s"
         return bool(self.limited)
 
-    def offer(self, layout: Layout, setting: Setting, batch: Batch, prune: float = 1.0) -> Floats:
-        """Price a batch; keep what is best; give back step seconds, infinite for those pruned or too large.
+    def offer(
+        self, layout: Layout, micro_batches: int, settings: tuple[Setting, ...], batch: Batch, prune: float = 1.0
+    ) -> Floats:
+        """Price a batch; keep what is best; give back step seconds under the best of the settings.
 
-        Plans whose lower bound is above `prune` times the best known are not replayed.
+        Infinite for plans that do not fit, and for those whose lower bound is above
+        `prune` times the best step known: these are not replayed.
         """
-        self.candidates += len(batch)
-        prices = self.pricer(layout, setting.micro_batches).price(batch)
-        flying = in_flight(batch.counts.shape[1], setting.micro_batches, setting.schedule, setting.in_flight)
+        self.candidates += len(batch) * len(settings)
+        prices = self.pricer(layout, micro_batches).price(batch)
+        bounds = lower_bounds(prices, micro_batches)
         result = np.full(len(batch), np.inf)
-        missing = missing_bytes(prices, flying)
-        bounds = lower_bounds(prices, setting.micro_batches)
-        self.note_misfits(layout, setting, batch, missing, bounds)
-        alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s))[0]
-        if len(alive) == 0:
-            return result
-        kept = prices.take(alive)
-        result[alive] = steps(kept, setting.micro_batches, setting.schedule, setting.in_flight, layout)
-        self.keep(layout, setting, batch, result)
+        for setting in settings:
+            flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)
+            missing = missing_bytes(prices, flying)
+            self.note_misfits(layout, setting, batch, missing, bounds)
+            alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s))[0]
+            if len(alive) == 0:
+                continue
+            kept = prices.take(alive)
+            own = np.full(len(batch), np.inf)
+            own[alive] = steps(kept, micro_batches, setting.schedule, setting.in_flight, layout, not self.exact)
+            if self.exact:
+                meeting = alive[kept.spans.sum(axis=1) > 1]
+                self.postpone(layout, setting, batch, meeting, own)
+                own[meeting] = np.inf
+            self.keep(layout, setting, batch, own)
+            result = np.minimum(result, own)
         return result
+
+    def postpone(self, layout: Layout, setting: Setting, batch: Batch, meeting: Ints, own: Floats) -> None:
+        """Leave plans whose all-reduces meet on a port to `evaluate`; what is known of them is a lower bound."""
+        for at in meeting[own[meeting] <= self.least_s].tolist():
+            self.pending.append(self.found(layout, setting, batch, at, float(own[at])))
 
     def keep(self, layout: Layout, setting: Setting, batch: Batch, result: Floats) -> None:
         """Remember the best of a batch for its layout, setting and number of stages."""
@@ -130,7 +159,8 @@ class Search:
         used = [index for index, count in enumerate(batch.counts[at].tolist()) if count]
         cuts = (*[int(batch.cuts[at, index]) for index in used], self.table.blocks)
         counts = tuple(int(batch.counts[at, index]) for index in used)
-        return Found(step_s, layout, setting, cuts, counts, tuple(int(batch.ways[at, index]) for index in used))
+        ways = tuple(int(batch.ways[at, index]) for index in used)
+        return Found(step_s, layout, setting, cuts, counts, ways, int(batch.skip[at]))
 
     def note_misfits(self, layout: Layout, setting: Setting, batch: Batch, missing: Floats, bounds: Floats) -> None:
         """Remember the plan that misses the least memory, for the error when nothing fits."""
@@ -143,7 +173,7 @@ class Search:
 
     def plan(self, found: Found) -> Plan:
         """The plan in its public form."""
-        stages, position = [], 0
+        stages, position = [], found.skip
         for index, (count, way) in enumerate(zip(found.counts, found.ways, strict=True)):
             low, high = found.cuts[index], found.cuts[index + 1]
             names = tuple(block.name for block in self.chain.blocks[low:high])
@@ -162,12 +192,7 @@ class Search:
         return replace(plan, predicted_step_s=figures.step_s, memory_bytes=figures.memory_bytes), figures
 
 
-def one_batch(cuts: tuple[int, ...], counts: tuple[int, ...], ways: tuple[int, ...]) -> Batch:
-    """A batch of one plan."""
-    return Batch(np.array([cuts]), np.array([counts]), np.array([ways]))
-
-
-def pad(plans: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> Batch:
+def pad(plans: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]], skip: list[int] | None = None) -> Batch:
     """A batch of plans (cuts, counts, ways) of different lengths, filled up at the front."""
     depth = max(len(counts) for _, counts, _ in plans)
     cuts = np.zeros((len(plans), depth + 1), dtype=np.int64)
@@ -177,5 +202,4 @@ def pad(plans: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -
         cuts[index, depth - len(count) :] = cut
         counts[index, depth - len(count) :] = count
         ways[index, depth - len(count) :] = way
-    return Batch(cuts, counts, ways)
-
+    return Batch(cuts, counts, ways, np.array(skip or [0] * len(plans), dtype=np.int64))

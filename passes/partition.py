@@ -1,21 +1,40 @@
-"""Choose the plan: stages, replicas, devices, micro-batches and schedule for a chain on a cluster."""
+"""Choose the plan: stages, replicas, devices, micro-batches and schedule for a chain on a cluster.
+
+Small problems are searched whole, and the answer is proven. Larger ones go through
+the dynamic program (the shapes worth a look under each placement), refinement (every
+neighbour replayed) and a last comparison of the best few by `evaluate`; what cannot be
+proven comes with a lower bound. The plain plans (one device, data parallelism alone, GPipe
+with one stage a device) are always among the candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError, PlanError
-from efftra_fx.plan import SCHEDULES, Plan, Stage
+from efftra_fx.plan import SCHEDULES, Plan
 
-from .evaluate import Figures, Rules, evaluate
+from .candidates import Found, Request, Search, Setting
+from .dynamic import scan
+from .evaluate import Figures, Rules
+from .exhaust import MOST_PLANS, exhaust, plans_to_try
+from .placement import layouts
+from .refine import Shape, found_shape, refine, shape_of, to_batch
+from .table import Layout, Table
+from .wide import wide_scan
+
+NARROW = 32  # devices in a line up to which the dynamic program tells positions apart
+MOST_MICRO_BATCHES = 512
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan, what it is, and its predicted step; `plan=None` when it does not fit."""
+    """Another plan, what it is, and its predicted step; `plan=None` when it does not fit the memory."""
 
     label: str
     step_s: float
@@ -24,13 +43,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Planned:
-    """The best plan found, the bound below which no plan can be, and what else was looked at."""
+    """The best plan found, the bound below which no plan can be, and what else was looked at.
+
+    `proven`: every plan was looked at. `limited` says which search limit was hit, if any.
+    """
 
     plan: Plan
     figures: Figures
     lower_bound_s: float
     candidates: int
     alternatives: tuple[Alternative, ...] = ()
+    proven: bool = False
     limited: str = ""
 
     @property
@@ -53,52 +76,46 @@ def partition(
     replicas: tuple[int, ...] | None = None,
     micro_batches: int | None = None,
     schedule: str | None = None,
+    in_flight: int | None = None,
     tensor: int | None = None,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     overlap: bool = True,
+    whole_rows: bool = True,
+    forwarded_skips: bool = False,
+    undivided_alone: bool = False,
+    limit_s: float = 60.0,
 ) -> Planned:
     """Choose the plan for a global batch of `rows`; what is given is kept, the rest is searched.
 
-    Raise PlanError when a given part cannot be had, MemoryPlanError when nothing fits.
+    `undivided_alone`: a plan of one stage may take the batch whole, whatever `micro_batches`.
+    `limit_s` stops the search; the result says so. Raise PlanError when a given part
+    cannot be had, MemoryPlanError when nothing fits.
     """
-    check_request(chain, cluster, rows, stages, replicas, micro_batches, schedule)
-    if tensor not in (None, 1):
-        raise PlanError(f"tensor width {tensor}: {chain.name} has no cost for it")
-    rules = Rules(overlap=overlap, optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte)
-    best: tuple[float, Plan, Figures] | None = None
-    closest: tuple[float, str] | None = None
-    count = 0
-    for counts in replica_choices(len(chain.blocks), len(cluster.devices), stages, replicas):
-        for micro in [micro_batches] if micro_batches else micro_choices(rows, len(counts)):
-            cuts = balanced_cuts(chain, counts, rows / micro)
-            for name in [schedule] if schedule else SCHEDULES if len(counts) > 1 else SCHEDULES[:1]:
-                plan = contiguous_plan(chain, counts, cuts, micro, name)
-                figures = evaluate(plan, chain, cluster, rows, rules)
-                count += 1
-                short = shortage(plan, cluster, figures)
-                if short is not None:
-                    closest = min(closest, short) if closest else short
-                elif best is None or figures.step_s < best[0]:
-                    best = figures.step_s, plan, figures
-    if best is None:
-        assert closest is not None
-        raise MemoryPlanError(f"no plan fits the memory of the devices; the closest: {closest[1]}")
-    _, plan, figures = best
-    plan = replace(plan, predicted_step_s=figures.step_s, memory_bytes=figures.memory_bytes)
-    return Planned(plan, figures, 0.0, count)
+    request = Request(rows, stages, replicas, micro_batches, schedule, in_flight, tensor, undivided_alone, limit_s)
+    check_request(chain, cluster, request)
+    rules = Rules(overlap, whole_rows, forwarded_skips, optimizer_bytes_per_parameter_byte)
+    search = Search(chain, cluster, rules, request, Table(chain, cluster, rules, tensor))
+    proven = False
+    everything = [setting for micro in every_micro(rows, micro_batches) for setting in orders_of(request, micro)]
+    lines = layouts(cluster, search.table)
+    plain = offer_plain(search, lines[0])
+    if plans_to_try(search, everything) <= MOST_PLANS and rows_searched_whole(request):
+        search.exact = True
+        exhaust(search, everything)
+        proven = not search.limited
+    else:
+        look_around(search, lines)
+    found, plan, figures = choose(search)
+    bound = figures.step_s if proven else min(figures.step_s, lower_bound(search))
+    plan = replace(plan, lower_bound_s=bound)
+    others = alternatives(search, plain, found)
+    return Planned(plan, figures, bound, search.candidates, others, proven, search.limited)
 
 
-def check_request(
-    chain: Chain,
-    cluster: Cluster,
-    rows: int,
-    stages: int | None,
-    replicas: tuple[int, ...] | None,
-    micro_batches: int | None,
-    schedule: str | None,
-) -> None:
+def check_request(chain: Chain, cluster: Cluster, request: Request) -> None:
     """Raise PlanError when a fixed part cannot be had."""
-    blocks, devices = len(chain.blocks), len(cluster.devices)
+    blocks, devices, rows = len(chain.blocks), len(cluster.devices), request.rows
+    stages, replicas = request.stages, request.replicas
     if rows < 1:
         raise PlanError(f"rows must be 1 or more, got {rows}")
     if replicas is not None:
@@ -106,74 +123,235 @@ def check_request(
             raise PlanError(f"replicas must be 1 or more for each stage, got {replicas}")
         if stages is not None and stages != len(replicas):
             raise PlanError(f"stages={stages} but replicas={replicas} is for {len(replicas)} stages")
-        if sum(replicas) > devices:
-            raise PlanError(f"replicas={replicas} need {sum(replicas)} devices, the cluster has {devices}")
+        needed = sum(replicas) * (request.tensor or 1)
+        if needed > devices:
+            raise PlanError(f"replicas={replicas} need {needed} devices, the cluster has {devices}")
         stages = len(replicas)
     if stages is not None and not 1 <= stages <= devices:
         raise PlanError(f"stages={stages} needs as many devices, the cluster has {devices}")
     if stages is not None and stages > blocks:
         raise PlanError(f"stages={stages} but {chain.name} has {blocks} blocks; ask for at most {blocks}")
-    if micro_batches is not None and not 1 <= micro_batches <= rows:
-        raise PlanError(f"micro_batches={micro_batches} but the batch has {rows} rows; ask for 1 to {rows}")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise PlanError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if request.micro_batches is not None and not 1 <= request.micro_batches <= rows:
+        raise PlanError(f"micro_batches={request.micro_batches} but the batch has {rows} rows; ask for 1 to {rows}")
+    if request.schedule is not None and request.schedule not in SCHEDULES:
+        raise PlanError(f"schedule must be one of {', '.join(SCHEDULES)}, got {request.schedule!r}")
+    if request.in_flight not in (None, 1, 2):
+        raise PlanError(f"in_flight must be 1 or 2, got {request.in_flight}")
+    if request.tensor is not None and request.tensor > devices:
+        raise PlanError(f"tensor={request.tensor} needs as many devices, the cluster has {devices}")
 
 
-def replica_choices(
-    blocks: int, devices: int, stages: int | None, replicas: tuple[int, ...] | None
-) -> Iterator[tuple[int, ...]]:
-    """Replica counts to try: what is fixed, else even ones with what is left over going to early stages."""
-    if replicas is not None:
-        yield replicas
-        return
-    for depth in [stages] if stages else range(1, min(blocks, devices) + 1):
-        for used in sorted({depth, devices}):
-            yield tuple(used // depth + (index < used % depth) for index in range(depth))
+def orders_of(request: Request, micro_batches: int) -> tuple[Setting, ...]:
+    """The schedules to try with so many micro-batches."""
+    found = []
+    if request.schedule in (None, "1f1b"):
+        found += [Setting(micro_batches, "1f1b", n) for n in (1, 2) if request.in_flight in (None, n)]
+    if request.schedule in (None, "gpipe"):
+        found.append(Setting(micro_batches, "gpipe"))
+    return tuple(found)
 
 
-def micro_choices(rows: int, depth: int) -> list[int]:
-    """Numbers of micro-batches to try."""
-    if depth == 1:
-        return [1]
-    return [micro for micro in (1, 2, 4, 8, 16, 32, 64) if micro <= rows]
+def every_micro(rows: int, fixed: int | None) -> list[int]:
+    """Numbers of micro-batches for a search of everything."""
+    return [fixed] if fixed else list(range(1, rows + 1)) if rows <= 16 else some_micro(rows, None)
 
 
-def balanced_cuts(chain: Chain, counts: tuple[int, ...], rows: float) -> tuple[int, ...]:
-    """Cut the chain so that the slowest stage, for its replicas, is fastest; exact, by dynamic program."""
-    total = [0.0]
-    for block in chain.blocks:
-        total.append(total[-1] + block.forward.at(rows) + block.backward.at(rows))
-    blocks, depth = len(chain.blocks), len(counts)
-    best = [total[stop] / counts[0] for stop in range(blocks + 1)]
-    choice = []
-    for index in range(1, depth):
-        row = [float("inf")] * (blocks + 1)
-        cut = [0] * (blocks + 1)
-        for stop in range(index + 1, blocks + 1):
-            row[stop], cut[stop] = min(
-                (max(best[at], (total[stop] - total[at]) / counts[index]), at) for at in range(index, stop)
-            )
-        best = row
-        choice.append(cut)
-    cuts = [blocks]
-    for cut in reversed(choice):
-        cuts.append(cut[cuts[-1]])
-    return (0, *reversed(cuts))
+def rows_searched_whole(request: Request) -> bool:
+    """Whether `every_micro` leaves no number out."""
+    return request.micro_batches is not None or request.rows <= 16
 
 
-def contiguous_plan(chain: Chain, counts: tuple[int, ...], cuts: tuple[int, ...], micro: int, schedule: str) -> Plan:
-    """Stages on devices in order."""
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    stages = tuple(
-        Stage(
-            cuts[index],
-            cuts[index + 1],
-            tuple(range(starts[index], starts[index] + count)),
-            names=tuple(block.name for block in chain.blocks[cuts[index] : cuts[index + 1]]),
-        )
-        for index, count in enumerate(counts)
+def some_micro(rows: int, fixed: int | None) -> list[int]:
+    """Numbers of micro-batches worth a try: powers of two and halfway between."""
+    if fixed:
+        return [fixed]
+    powers = [1 << power for power in range(MOST_MICRO_BATCHES.bit_length())]
+    wanted = sorted({1, *powers, *(3 * power for power in powers)})
+    return [micro for micro in wanted if micro <= min(rows, MOST_MICRO_BATCHES)]
+
+
+def offer_plain(search: Search, line: Layout) -> list[tuple[str, Shape, Setting]]:
+    """Offer the plain plans that the request allows; give all of them back for the comparison."""
+    request, table = search.request, search.table
+    widths = [index for index, way in enumerate(table.ways) if way.tensor == 1 and not way.recompute]
+    if not widths:
+        return []
+    way, blocks, devices = widths[0], table.blocks, line.size
+    micro = request.micro_batches or max(1, min(request.rows, 4 * devices))
+    alone = 1 if request.micro_batches is None or request.undivided_alone else request.micro_batches
+    plain: list[tuple[str, Shape, Setting]] = [
+        ("data parallelism alone", ((0, blocks), (devices,), (way,), 0), Setting(alone, "1f1b")),
+        ("one device", ((0, blocks), (1,), (way,), 0), Setting(alone, "1f1b")),
+    ]
+    depth = min(blocks, devices)
+    if depth > 1:
+        cuts = balanced_cuts(search, depth)
+        shape = (cuts, (1,) * depth, (way,) * depth, 0)
+        plain.append(("GPipe, one stage a device", shape, Setting(micro, "gpipe")))
+    for _, shape, setting in plain:
+        if allowed(request, shape, setting):
+            search.offer(line, setting.micro_batches, (setting,), to_batch([shape]))
+    return plain
+
+
+def allowed(request: Request, shape: Shape, setting: Setting) -> bool:
+    """Whether a plain plan keeps to what is fixed."""
+    _, counts, _, _ = shape
+    return (
+        request.stages in (None, len(counts))
+        and request.replicas in (None, counts)
+        and request.schedule in (None, setting.schedule, *(["gpipe"] if len(counts) == 1 else []))
+        and (request.tensor or 1) == 1
     )
-    return Plan(stages, micro, schedule, placement="contiguous")
+
+
+def balanced_cuts(search: Search, depth: int, shares: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Cut the chain into stages of equal time for their devices; each at least one block."""
+    table = search.table
+    total = table.forward_row[0, 0] + table.backward_row[0, 0] + table.forward_fixed[0, 0] + table.backward_fixed[0, 0]
+    ends = np.cumsum(shares or (1,) * depth)
+    cuts = [0]
+    for index in range(1, depth):
+        aim = total[-1] * ends[index - 1] / ends[-1]
+        at = int(np.searchsorted(total, aim))
+        if at > 0 and abs(total[at - 1] - aim) <= abs(total[min(at, table.blocks)] - aim):
+            at -= 1
+        cuts.append(max(cuts[-1] + 1, min(at, table.blocks - (depth - index))))
+    return (*cuts, table.blocks)
+
+
+def look_around(search: Search, lines: list[Layout]) -> None:
+    """Seeds by the dynamic program under every placement, then refinement of the best."""
+    request = search.request
+    micros = some_micro(request.rows, request.micro_batches)
+    seeds: list[tuple[float, int, int, Layout, list[Shape]]] = []
+    for index, layout in enumerate(usable(search, lines)):
+        for micro in sorted({micros[len(micros) // 2], micros[-1]} if len(micros) > 1 else set(micros)):
+            starts = seeds_under(search, layout, micro)
+            if not starts:
+                continue
+            values = search.offer(layout, micro, orders_of(request, micro), to_batch(starts), 2.0)
+            order = np.argsort(values, kind="stable")
+            best = [starts[at] for at in order.tolist() if np.isfinite(values[at])]
+            if best:
+                seeds.append((float(values[order[0]]), index, micro, layout, best))
+            if search.out_of_time():
+                break
+    seeds.sort(key=lambda one: one[:3])
+    polish(search, seeds, micros)
+
+
+def usable(search: Search, lines: list[Layout]) -> list[Layout]:
+    """The placements that a request leaves: with replicas fixed, only one copy of the line."""
+    if search.request.replicas is None:
+        return lines
+    return [line for line in lines if line.copies == 1 and line.size >= sum(search.request.replicas)]
+
+
+def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
+    """Shapes worth a look under one placement."""
+    request, table = search.request, search.table
+    if request.replicas is not None:
+        counts = tuple(one * (request.tensor or 1) for one in request.replicas)
+        depth = len(counts)
+        cuts = {balanced_cuts(search, depth, counts), balanced_cuts(search, depth)}
+        skips = {0, layout.size - sum(counts)}
+        return [
+            (cut, counts, (way,) * depth, skip)
+            for cut in sorted(cuts)
+            for way in range(len(table.ways))
+            for skip in sorted(skips)
+            if counts[0] % table.ways[way].tensor == 0
+        ]
+    found: list[Shape] = []
+    deep = request.stages or 1
+    if request.stages is not None:
+        found += even_shapes(search, layout, request.stages)
+    if layout.size <= NARROW:
+        layers = deep if request.stages else min(layout.size, table.blocks, 12) if layout.limited else 1
+        most = 64 if layout.size <= 16 and layers == 1 else 32
+        for batch in scan(search, layout, micro, most, layers, 6):
+            found += [shape_of(batch, at) for at in range(len(batch))]
+    else:
+        found += wide_scan(search, layout, micro)
+    if request.stages is not None:
+        found = [shape for shape in found if len(shape[1]) == request.stages]
+    return list(dict.fromkeys(found))
+
+
+def even_shapes(search: Search, layout: Layout, depth: int) -> list[Shape]:
+    """So many stages of equal work, devices shared evenly."""
+    found = []
+    for way, kind in enumerate(search.table.ways):
+        units = layout.size // kind.tensor
+        if depth <= min(units, search.table.blocks):
+            shares = tuple((units // depth + (index < units % depth)) * kind.tensor for index in range(depth))
+            found.append((balanced_cuts(search, depth, shares), shares, (way,) * depth, 0))
+    return found
+
+
+def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape]]], micros: list[int]) -> None:
+    """Refine the best seeds; try other numbers of micro-batches for what comes out."""
+    for rank, (value, _, micro, layout, starts) in enumerate(seeds[:4]):
+        if search.out_of_time() or value > 1.5 * search.least_s:
+            break
+        tried = {micro}
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:8], 3, 12 if rank < 2 else 6)
+        while len(micros) > 1 and front:
+            values = {}
+            shapes = [shape for _, shape in front]
+            for other in micros:
+                if other not in tried:
+                    settings = orders_of(search.request, other)
+                    values[other] = float(search.offer(layout, other, settings, to_batch(shapes), 1.5).min())
+            other = min(values, key=lambda one: (values[one], one), default=0)
+            if not other or values[other] >= front[0][0]:
+                break
+            tried.add(other)
+            front = refine(search, layout, other, orders_of(search.request, other), shapes, 3, 8)
+
+
+def choose(search: Search) -> tuple[Found, Plan, Figures]:
+    """The best of the kept plans by `evaluate`; raise MemoryPlanError when there are none."""
+    kept = sorted(search.best.values(), key=lambda found: found.key)
+    pending = sorted(search.pending, key=lambda found: found.key)
+    if not kept and not pending:
+        raise misfit(search)
+    best: tuple[tuple[object, ...], Found, Plan, Figures] | None = None
+    few = 8 if search.table.blocks <= 400 else 3
+    for found in [*kept[:few], *pending]:
+        if best is not None and found.step_s >= best[3].step_s * 1.02 and not search.exact:
+            break
+        if best is not None and search.exact and found.step_s >= best[3].step_s:
+            continue
+        plan, figures = search.judge(found)
+        key = (figures.step_s, *found.key[1:])
+        if not misses(search, plan, figures) and (best is None or key < best[0]):
+            best = key, found, plan, figures
+    if best is None:
+        raise misfit(search)
+    return best[1:]
+
+
+def misses(search: Search, plan: Plan, figures: Figures) -> bool:
+    """Whether some device is too small."""
+    return shortage(plan, search.cluster, figures) is not None
+
+
+def misfit(search: Search) -> PlanError:
+    """The error when nothing fits, naming the closest plan and what is missing."""
+    if search.closest is None:
+        raise PlanError(
+            f"{search.chain.name}: no plan has a cost for every block on these kinds of device"
+            f" ({', '.join(sorted({kind for kind, _ in search.table.classes}))}); add options or devices"
+        )
+    plan, figures = search.judge(search.closest[1])
+    short = shortage(plan, search.cluster, figures)
+    words = short[1] if short else f"{search.closest[0] / 1e9:.3g} GB are missing"
+    return MemoryPlanError(
+        f"no plan fits the memory of the devices; the closest has replicas"
+        f" {tuple(stage.replicas for stage in plan.stages)} and {plan.micro_batches} micro-batches: {words}"
+    )
 
 
 def shortage(plan: Plan, cluster: Cluster, figures: Figures) -> tuple[float, str] | None:
@@ -184,9 +362,58 @@ def shortage(plan: Plan, cluster: Cluster, figures: Figures) -> tuple[float, str
             limit = cluster.devices[device].memory_bytes
             if limit is not None and needed > limit and (worst is None or needed - limit > worst[0]):
                 words = (
-                    f"stage {index} of {len(plan.stages)} needs {needed / 1e9:.3g} GB but device {device} has"
-                    f" {limit / 1e9:.3g} GB ({(needed - limit) / 1e9:.3g} GB are missing);"
-                    f" add devices, memory or micro-batches"
+                    f"stage {index} needs {needed / 1e9:.3g} GB but device {device} has {limit / 1e9:.3g} GB"
+                    f" ({(needed - limit) / 1e9:.3g} GB are missing); add devices, memory or micro-batches"
                 )
                 worst = needed - limit, words
     return worst
+
+
+def lower_bound(search: Search) -> float:
+    """No plan of this chain on these devices is faster: all work, spread as one likes over all devices."""
+    table, rows = search.table, search.request.rows
+    slowness = []
+    for c in range(len(table.classes)):
+        whole = [
+            way.tensor * float(table.forward_row[w, c, -1] + table.backward_row[w, c, -1])
+            for w, way in enumerate(table.ways)
+            if table.missing[w, c, -1] == 0
+        ]
+        blockwise = np.full(table.blocks, np.inf)
+        for w, way in enumerate(table.ways):
+            each = way.tensor * (np.diff(table.forward_row[w, c]) + np.diff(table.backward_row[w, c]))
+            absent = np.diff(table.missing[w, c]) > 0
+            blockwise = np.minimum(blockwise, np.where(absent, np.inf, each))
+        slowness.append(min(float(blockwise.sum()), *whole) if whole else float(blockwise.sum()))
+    index = {one: at for at, one in enumerate(table.classes)}
+    used = [slowness[index[(device.kind, device.speed)]] for device in search.cluster.devices]
+    if min(used) <= 0:
+        return 0.0
+    return rows / math.fsum(1.0 / one for one in used)
+
+
+def alternatives(search: Search, plain: list[tuple[str, Shape, Setting]], chosen: Found) -> tuple[Alternative, ...]:
+    """The plain plans and the best of each other kind, from the fastest to the slowest."""
+    line = layouts(search.cluster, search.table)[0]
+    found: dict[str, Alternative] = {}
+    for label, (cuts, counts, ways, skip), setting in plain:
+        plan, figures = search.judge(Found(0.0, line, setting, cuts, counts, ways, skip))
+        fits = shortage(plan, search.cluster, figures) is None
+        found[label] = Alternative(label, figures.step_s, plan if fits else None)
+    for other in sorted(search.best.values(), key=lambda one: one.key):
+        label = describe(other)
+        if found_shape(other) == found_shape(chosen) and other.setting == chosen.setting:
+            continue
+        if label not in found and len(found) < 10:
+            plan, figures = search.judge(other)
+            found[label] = Alternative(label, figures.step_s, plan)
+    return tuple(sorted(found.values(), key=lambda one: (one.step_s, one.label)))
+
+
+def describe(found: Found) -> str:
+    """A short name of a kind of plan."""
+    stages, setting = len(found.counts), found.setting
+    if stages == 1:
+        return f"1 stage, {found.layout.label}"
+    order = "gpipe" if setting.schedule == "gpipe" else "1f1b" + (" deep" if setting.in_flight == 2 else "")
+    return f"{stages} stages, {order}, {found.layout.label}"

@@ -19,18 +19,22 @@ IMPOSSIBLE = 1e15  # seconds of a stage that a kind of device has no option for
 
 @dataclass(frozen=True)
 class Batch:
-    """Plans under one layout: cut positions (plans, stages + 1), device counts and ways (plans, stages)."""
+    """Plans under one layout: cut positions (plans, stages + 1), device counts and ways (plans, stages).
+
+    `skip` (plans,) positions at the front of the line stay unused, and what is left at its end.
+    """
 
     cuts: Ints
     counts: Ints
     ways: Ints
+    skip: Ints
 
     def __len__(self) -> int:
         return len(self.cuts)
 
     def take(self, which: Ints | NDArray[np.bool_]) -> Batch:
         """Some of the plans."""
-        return Batch(self.cuts[which], self.counts[which], self.ways[which])
+        return Batch(self.cuts[which], self.counts[which], self.ways[which], self.skip[which])
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Pricer:
         """The figures of each stage of each plan."""
         table, layout = self.table, self.layout
         low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
-        stop = np.cumsum(batch.counts, axis=1)
+        stop = np.cumsum(batch.counts, axis=1) + batch.skip[:, None]
         first = stop - batch.counts
         empty = batch.counts == 0
         width = table.widths[batch.ways]
@@ -99,13 +103,20 @@ class Pricer:
         flying = rows * saved + np.where(recompute, coming, 0.0)
         safe_first, safe_stop = np.where(empty, 0, first), np.where(empty, 1, stop)
         limit = np.where(empty, np.inf, -layout.least_memory.of(safe_first, safe_stop))
-        tied, tied_stage = self.tied(low, high, replicas, stop[:, -1])
+        tied, tied_stage = self.tied(low, high, replicas, batch.skip, stop[:, -1])
         return Prices(
             forward, backward, there, back, reduce, extra, tied, tied_stage, fixed, flying, limit, spans, first, stop
         )
 
     def computing(
-        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, empty: NDArray[np.bool_],
+        self,
+        batch: Batch,
+        low: Ints,
+        high: Ints,
+        first: Ints,
+        stop: Ints,
+        rows: Floats,
+        empty: NDArray[np.bool_],
         width: Ints,
     ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
         """Seconds and bytes of the stages, each at its slowest class of device; IMPOSSIBLE where an option is missing."""
@@ -149,8 +160,13 @@ class Pricer:
         machine = layout.machine
         crosses = np.zeros(low.shape, dtype=bool)
         for t in sorted(set(table.widths.tolist()) - {1}):
-            broken = np.array([t <= layout.size - p and machine[p] != machine[min(p + t, layout.size) - 1]
-                               for p in range(layout.size)], dtype=float)
+            broken = np.array(
+                [
+                    t <= layout.size - p and machine[p] != machine[min(p + t, layout.size) - 1]
+                    for p in range(layout.size)
+                ],
+                dtype=float,
+            )
             for residue in range(t):
                 picked = np.where(np.arange(layout.size) % t == residue, broken, 0.0)
                 sums = np.concatenate([[0.0], np.cumsum(picked)])
@@ -165,8 +181,17 @@ class Pricer:
         return np.where(width > 1, around / width * sizes * rows * second + number * around * latency, 0.0)
 
     def reducing(
-        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, replicas: Ints,
-        gradients: Floats, backward: Floats, spans: NDArray[np.bool_],
+        self,
+        batch: Batch,
+        low: Ints,
+        high: Ints,
+        first: Ints,
+        stop: Ints,
+        rows: Floats,
+        replicas: Ints,
+        gradients: Floats,
+        backward: Floats,
+        spans: NDArray[np.bool_],
     ) -> tuple[Floats, Floats]:
         """Seconds of each stage's all-reduce, and how many of them are left when its last backward ends."""
         layout = self.layout
@@ -222,7 +247,14 @@ class Pricer:
         return self.tails[key]
 
     def slow_tail(
-        self, batch: Batch, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, rate: Floats,
+        self,
+        batch: Batch,
+        low: Ints,
+        high: Ints,
+        first: Ints,
+        stop: Ints,
+        rows: Floats,
+        rate: Floats,
         reducing: NDArray[np.bool_],
     ) -> Floats:
         """The same for stages of several classes of device, stage by stage."""
@@ -236,7 +268,8 @@ class Pricer:
                 total = sum(
                     fixed[w, c, j] - fixed[w, c, i] + row * (slope[w, c, j] - slope[w, c, i])
                     for fixed, slope in (
-                        (table.forward_fixed, table.forward_row), (table.backward_fixed, table.backward_row)
+                        (table.forward_fixed, table.forward_row),
+                        (table.backward_fixed, table.backward_row),
                     )
                 )
                 if total >= worst:
@@ -353,14 +386,14 @@ class Pricer:
                 into[b] = into.get(b, 0.0) + rows / total
         return max([0.0, *out.values(), *into.values()])
 
-    def tied(self, low: Ints, high: Ints, replicas: Ints, used: Ints) -> tuple[Floats, Ints]:
+    def tied(self, low: Ints, high: Ints, replicas: Ints, begin: Ints, end: Ints) -> tuple[Floats, Ints]:
         """For each plan, of the parameters that several stages hold: all-reduce seconds and the first such stage."""
         layout, plans = self.layout, len(low)
         takes, first = np.zeros(plans), np.full(plans, low.shape[1] - 1)
         if not self.table.chain.shared:
             return takes, first
-        across = layout.spans(np.zeros(plans, dtype=np.int64), used)
-        port = layout.slowest_port.of(np.zeros(plans, dtype=np.int64), used)
+        across = layout.spans(begin, end - begin)
+        port = layout.slowest_port.of(begin, end)
         second = np.where(across, layout.nic_s, port)
         latency = np.where(across, layout.inter_latency_s, layout.intra_latency_s)
         for shared in self.table.chain.shared:

@@ -91,11 +91,16 @@ def backward_ends(prices: Prices, micro_batches: int, multiplicity: int) -> Floa
     return free
 
 
-def steps(prices: Prices, micro_batches: int, schedule: str, multiplicity: int, layout: Layout) -> Floats:
-    """Step seconds of each plan: the replayed schedule and the all-reduces after it."""
+def steps(
+    prices: Prices, micro_batches: int, schedule: str, multiplicity: int, layout: Layout, meet: bool = True
+) -> Floats:
+    """Step seconds of each plan: the replayed schedule and the all-reduces after it.
+
+    Without `meet`, all-reduces that share a machine's port are not made to wait: a lower bound.
+    """
     gpipe = schedule == "gpipe" or prices.forward_s.shape[1] == 1
     ends = gpipe_ends(prices, micro_batches) if gpipe else backward_ends(prices, micro_batches, multiplicity)
-    return np.maximum(reduced(prices, ends, layout), tied_end(prices, ends))
+    return np.maximum(reduced(prices, ends, layout, meet), tied_end(prices, ends))
 
 
 def tied_end(prices: Prices, ends: Floats) -> Floats:
@@ -103,12 +108,12 @@ def tied_end(prices: Prices, ends: Floats) -> Floats:
     return np.where(prices.tied_s > 0, ends[np.arange(len(ends)), prices.tied_stage] + prices.tied_s, 0.0)
 
 
-def reduced(prices: Prices, ends: Floats, layout: Layout) -> Floats:
+def reduced(prices: Prices, ends: Floats, layout: Layout, meet: bool) -> Floats:
     """When the last all-reduce ends; rings that share a machine's port wait for one another, late stages first."""
     stages = ends.shape[1]
     last: Floats = (ends + prices.extra_s).max(axis=1)
     sharing = prices.spans.sum(axis=1) > 1
-    if not sharing.any() or not layout.in_line:
+    if not meet or not sharing.any() or not layout.in_line:
         return last
     picked = np.nonzero(sharing)[0]
     end, extra, takes = ends[picked], prices.extra_s[picked], prices.reduce_s[picked]
@@ -119,9 +124,9 @@ def reduced(prices: Prices, ends: Floats, layout: Layout) -> Floats:
     for stage in range(stages - 1, -1, -1):
         start = end[:, stage] + extra[:, stage] - takes[:, stage]
         for later in range(stage + 1, min(stages, stage + 9)):
-            meet = spans[:, stage] & spans[:, later]
-            meet = meet & (layout.shared_groups | (high[:, stage] >= low[:, later]))
-            start = np.where(meet, np.maximum(start, done[:, later]), start)
+            both = spans[:, stage] & spans[:, later]
+            both = both & (layout.shared_groups | (high[:, stage] >= low[:, later]))
+            start = np.where(both, np.maximum(start, done[:, later]), start)
         done[:, stage] = np.where(takes[:, stage] > 0, start + takes[:, stage], end[:, stage])
     last[picked] = done.max(axis=1)
     return last

@@ -1,0 +1,216 @@
+"""Better plans near good ones: cuts move, devices change stage, stages join and split, and the replay decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .candidates import Found, Search, Setting, pad
+from .dynamic import thinned
+from .pricing import Batch
+from .table import Layout
+
+Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # cuts, counts, ways, skip
+STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
+PAIRS = 12  # up to so many stages a device may move between any two
+
+
+class Neighbourhood:
+    """The moves from a plan under one layout."""
+
+    def __init__(self, search: Search, layout: Layout) -> None:
+        self.search, self.size = search, layout.size
+        self.coarse = thinned(search.table, 40).tolist()
+        table = search.table
+        self.work = (table.forward_row[0, 0] + table.backward_row[0, 0]).tolist()
+        self.widths = table.widths.tolist()
+
+    def of(self, shape: Shape) -> Iterator[Shape]:
+        """All neighbours that make whole replicas and use no more devices than there are."""
+        request = self.search.request
+        yield from self.moved_cuts(shape)
+        if request.replicas is None:
+            yield from self.moved_devices(shape)
+        if request.replicas is None and request.stages is None:
+            yield from self.joined(shape)
+            yield from self.split(shape)
+        if len(self.widths) > 1:
+            yield from self.other_ways(shape)
+
+    def moved_cuts(self, shape: Shape) -> Iterator[Shape]:
+        """One cut elsewhere between its neighbours, near or at a coarse position; two cuts together."""
+        cuts, counts, ways, skip = shape
+        for index in range(1, len(cuts) - 1):
+            low, at, high = cuts[index - 1], cuts[index], cuts[index + 1]
+            spots = {at + step for step in STEPS} | {at - step for step in STEPS}
+            spots |= set(self.coarse) if len(cuts) <= PAIRS else set()
+            for spot in sorted(spots):
+                if low < spot < high and spot != at:
+                    yield (*cuts[:index], spot, *cuts[index + 1 :]), counts, ways, skip
+            for step in (-8, -3, -2, -1, 1, 2, 3, 8):
+                if index + 2 < len(cuts) and low < at + step and cuts[index + 1] + step < cuts[index + 2]:
+                    both = (*cuts[:index], at + step, high + step, *cuts[index + 2 :])
+                    if at + step < high + step and low < at + step:
+                        yield both, counts, ways, skip
+
+    def moved_devices(self, shape: Shape) -> Iterator[Shape]:
+        """Devices from one stage to another, to or from those unused; with the cut between two neighbours moved."""
+        cuts, counts, ways, skip = shape
+        stages = len(counts)
+        unused = self.size - sum(counts)
+        for a in range(stages):
+            for b in range(stages):
+                if a == b or (stages > PAIRS and abs(a - b) > 2):
+                    continue
+                for step in self.amounts(counts[a]):
+                    changed = list(counts)
+                    changed[a] -= step
+                    changed[b] += step
+                    if self.whole(changed, ways, (a, b)):
+                        yield cuts, tuple(changed), ways, skip
+                        if abs(a - b) == 1:
+                            yield from self.shifted(cuts, tuple(changed), ways, skip, min(a, b) + 1)
+            for step in (1, -1, 2, -2, 4, -4):
+                changed = list(counts)
+                changed[a] += step * self.widths[ways[a]]
+                if changed[a] >= 1 and sum(changed) <= self.size:
+                    left = self.size - sum(changed)
+                    yield cuts, tuple(changed), ways, min(skip, left)
+                    if skip and left >= skip:
+                        yield cuts, tuple(changed), ways, 0
+                    if not skip and left:
+                        yield cuts, tuple(changed), ways, left
+        if unused:
+            for other in {0, unused} - {skip}:
+                yield cuts, counts, ways, other
+
+    def shifted(
+        self, cuts: tuple[int, ...], counts: tuple[int, ...], ways: tuple[int, ...], skip: int, index: int
+    ) -> Iterator[Shape]:
+        """The cut at `index` a little to either side."""
+        for step in (-5, -3, -2, -1, 1, 2, 3, 5):
+            spot = cuts[index] + step
+            if cuts[index - 1] < spot < cuts[index + 1]:
+                yield (*cuts[:index], spot, *cuts[index + 1 :]), counts, ways, skip
+
+    def amounts(self, count: int) -> list[int]:
+        """How many devices may leave a stage of so many."""
+        return [step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if step < count]
+
+    def whole(self, counts: list[int], ways: tuple[int, ...], where: tuple[int, int]) -> bool:
+        """Whether these stages have whole replicas."""
+        return all(counts[index] >= 1 and counts[index] % self.widths[ways[index]] == 0 for index in where)
+
+    def joined(self, shape: Shape) -> Iterator[Shape]:
+        """Two neighbours as one stage."""
+        cuts, counts, ways, skip = shape
+        for index in range(len(counts) - 1):
+            count = counts[index] + counts[index + 1]
+            for way in {ways[index], ways[index + 1]}:
+                if count % self.widths[way] == 0:
+                    yield (
+                        (*cuts[: index + 1], *cuts[index + 2 :]),
+                        (*counts[:index], count, *counts[index + 2 :]),
+                        (*ways[:index], way, *ways[index + 2 :]),
+                        skip,
+                    )
+
+    def split(self, shape: Shape) -> Iterator[Shape]:
+        """One stage as two, its devices shared by work, one more or less."""
+        cuts, counts, ways, skip = shape
+        for index, count in enumerate(counts):
+            low, high, width = cuts[index], cuts[index + 1], self.widths[ways[index]]
+            spots = [spot for spot in self.coarse if low < spot < high]
+            if len(spots) > 12:
+                spots = spots[:: -(-len(spots) // 12)] + [spots[-1]]
+            if high - low > 1 and not spots:
+                spots = [(low + high) // 2]
+            total = self.work[high] - self.work[low]
+            for spot in spots:
+                part = (self.work[spot] - self.work[low]) / total if total > 0 else 0.5
+                middle = round(part * count / width) * width
+                for first in {middle - width, middle, middle + width}:
+                    if 0 < first < count:
+                        yield (
+                            (*cuts[: index + 1], spot, *cuts[index + 1 :]),
+                            (*counts[:index], first, count - first, *counts[index + 1 :]),
+                            (*ways[: index + 1], ways[index], *ways[index + 1 :]),
+                            skip,
+                        )
+
+    def other_ways(self, shape: Shape) -> Iterator[Shape]:
+        """Another width, or recompute, for one stage or for all."""
+        cuts, counts, ways, skip = shape
+        for way in range(len(self.widths)):
+            if all(count % self.widths[way] == 0 for count in counts):
+                yield cuts, counts, (way,) * len(counts), skip
+            if len(counts) <= 4 * PAIRS:
+                for index, count in enumerate(counts):
+                    if way != ways[index] and count % self.widths[way] == 0:
+                        yield cuts, counts, (*ways[:index], way, *ways[index + 1 :]), skip
+
+
+def shape_of(batch: Batch, at: int) -> Shape:
+    """One plan of a batch without its empty stages."""
+    used = [index for index, count in enumerate(batch.counts[at].tolist()) if count]
+    cuts = batch.cuts[at].tolist()
+    counts, ways = batch.counts[at].tolist(), batch.ways[at].tolist()
+    return (
+        (*[cuts[index] for index in used], cuts[-1]),
+        tuple(counts[index] for index in used),
+        tuple(ways[index] for index in used),
+        int(batch.skip[at]),
+    )
+
+
+def to_batch(shapes: list[Shape]) -> Batch:
+    """Several shapes as one batch."""
+    return pad([(cuts, counts, ways) for cuts, counts, ways, _ in shapes], [skip for *_, skip in shapes])
+
+
+def refine(
+    search: Search,
+    layout: Layout,
+    micro_batches: int,
+    settings: tuple[Setting, ...],
+    starts: list[Shape],
+    beam: int,
+    rounds: int,
+) -> list[tuple[float, Shape]]:
+    """Improve the starts by steps until none helps; the best few, with their step seconds."""
+    around = Neighbourhood(search, layout)
+    known: dict[Shape, float] = {}
+    starts = list(dict.fromkeys(starts))
+    if not starts:
+        return []
+    values = search.offer(layout, micro_batches, settings, to_batch(starts))
+    known.update(zip(starts, values.tolist(), strict=True))
+    front = ranked(known, beam)
+    expanded: set[Shape] = set()
+    for _ in range(rounds):
+        fresh: dict[Shape, None] = {}
+        for _, shape in front:
+            if shape not in expanded:
+                expanded.add(shape)
+                fresh.update(dict.fromkeys(one for one in around.of(shape) if one not in known))
+        if not fresh or search.out_of_time():
+            break
+        shapes = list(fresh)
+        worst = front[-1][0] if len(front) == beam else np.inf
+        prune = min(1.1, worst / search.least_s) if np.isfinite(search.least_s) and np.isfinite(worst) else 1.1
+        values = search.offer(layout, micro_batches, settings, to_batch(shapes), max(prune, 1.0))
+        known.update(zip(shapes, values.tolist(), strict=True))
+        front = ranked(known, beam)
+    return front
+
+
+def ranked(known: dict[Shape, float], most: int) -> list[tuple[float, Shape]]:
+    """The best of the known shapes; ties by shape."""
+    finite = [(value, shape) for shape, value in known.items() if np.isfinite(value)]
+    return sorted(finite, key=lambda one: (one[0], len(one[1][1]), one[1]))[:most]
+
+
+def found_shape(found: Found) -> Shape:
+    """The shape of a plan that was kept."""
+    return found.cuts, found.counts, found.ways, found.skip
