@@ -60,7 +60,7 @@ def trace_json(timeline: Timeline) -> str:
     for rank in sorted({span.rank for span in timeline.spans}):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         events += (_name("thread_name", rank, lane, name) for lane, name in enumerate(LANES))
-    sent: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[str, int, int], int] = {}
     for span in timeline.spans:
         lane = LANES.index(_lane(span.instruction))
         start_us, end_us = _microseconds(span.start_s), _microseconds(span.end_s)
@@ -76,7 +76,7 @@ def trace_json(timeline: Timeline) -> str:
                 "args": {"index": span.index},
             }
         )
-        events += _arrow(span, start_us, end_us, lane, sent)
+        events += _arrow(span, start_us, end_us, lane, counts)
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"source": timeline.source}, "traceEvents": events}) + "\n"
 
 
@@ -85,7 +85,7 @@ def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
 
 
 def _arrow(
-    span: Span, start_us: float, end_us: float, lane: int, counts: dict[tuple[int, int], int]
+    span: Span, start_us: float, end_us: float, lane: int, counts: dict[tuple[str, int, int], int]
 ) -> list[dict[str, Any]]:
     """Return the end of an arrow for a message: the nth send of a directed pair leads to its nth receive."""
     match span.instruction:
@@ -95,8 +95,7 @@ def _arrow(
             source, target, phase, at = peer, span.rank, "f", end_us
         case _:
             return []
-    key = (source, target) if phase == "s" else (-1 - source, target)
-    number = counts[key] = counts.get(key, 0) + 1
+    number = counts[phase, source, target] = counts.get((phase, source, target), 0) + 1
     arrow = {"name": "message", "cat": "message", "ph": phase, "id": f"{source}-{target}-{number}"}
     return [{**arrow, "pid": span.rank, "tid": lane, "ts": at, **({"bp": "e"} if phase == "f" else {})}]
 
