@@ -18,7 +18,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
 from efftra_fx.dump import print_dot, print_graph
 from efftra_fx.errors import BatchError, CaptureError, InputError, PlanError
-from efftra_fx.meta import BLOCK, CONSTANTS, PATH
+from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.means import SeparateMeans
@@ -93,6 +93,7 @@ class Front:
     rows: int
     loss_dtype: torch.dtype
     notes: tuple[str, ...]
+    counters: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         ("role", "outputs"),
         lambda name, graph, _: report.graph(name, graph),
     )
-    notes = _notes(gm)
+    notes, counters = _notes(gm), _counters(gm)
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -214,7 +215,9 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     report.timed("prove batch", begin)
     names = call.tensor_names
     by_name = dict(zip(names, dims, strict=True))
-    return Front(captured, gm, tail, by_name, dict(zip(names, tensors, strict=True)), values, rows, loss_dtype, notes)
+    return Front(
+        captured, gm, tail, by_name, dict(zip(names, tensors, strict=True)), values, rows, loss_dtype, notes, counters
+    )
 
 
 def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
@@ -225,6 +228,18 @@ def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
         f"batch statistics of {', '.join(norms)} are those of each micro-batch on each replica, as if one device "
         "ran the same parts in order; for whole-batch statistics use micro_batches=1 and one replica",
     )
+
+
+def _counters(gm: fx.GraphModule) -> frozenset[str]:
+    """Return the buffers that are written once a step: their new value does not depend on the batch's values.
+
+    Those of a module that keeps statistics of the batch go with its statistics instead.
+    """
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    outputs = OUTPUTS[gm]
+    kinds = {name: BATCH[node].kind for name, node in zip(outputs.buffers, output.args[0][outputs.loss :], strict=True)}
+    moving = {name.rpartition(".")[0] for name, kind in kinds.items() if kind != "whole"}
+    return frozenset(name for name, kind in kinds.items() if kind == "whole" and name.rpartition(".")[0] not in moving)
 
 
 def cost_chain(

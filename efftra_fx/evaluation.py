@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from efftra_fx.compiler import Options, find_batch, model_tensors, proof_inputs
+from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Outputs
 from efftra_fx.passes.batch import ProveBatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def stage_code(
 ) -> Callable[[int], TrainingCode | ForwardCode]:
     """Return what makes (and keeps) the stage's functions by number of rows."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def code(rows: int) -> TrainingCode | ForwardCode:
         if flags.any:
             return TrainingCode(stage, flags, example, rows, recompute, device)
@@ -152,7 +152,7 @@ def stage_code(
     return code
 
 
-@lru_cache(maxsize=None)
+@cache
 def forward_code(stage: StageGraph) -> ForwardCode:
     """Return the forward function of a stage for any number of rows."""
     count = len(stage.roles)

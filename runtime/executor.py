@@ -20,7 +20,6 @@ from typing import Any, Protocol, assert_never
 import torch
 from torch import Tensor
 
-from efftra_fx.errors import EfftraError
 from efftra_fx.meta import Role
 from efftra_fx.program import (
     AllReduce,
@@ -42,7 +41,7 @@ from efftra_fx.program import (
 from efftra_fx.program_text import print_instruction
 
 from .parts import Pieces, assemble, gather_parts, rows_of
-from .transport import Handle, Incoming, Outgoing, Transport
+from .transport import Handle, Incoming, Outgoing, Transport, result_of
 
 Waiting = Generator[tuple[Handle[Any], str], None, Any]
 
@@ -88,6 +87,8 @@ class StageWork:
     buffers: tuple[str, ...]
     code: Callable[[int], StageCode]  # by number of rows
     random: bool
+    once: frozenset[str] = frozenset()  # buffers written once a step, from their value at its start
+    group: tuple[int, ...] = ()  # the stage's ranks, which agree on buffers at the end of a step
 
 
 @dataclass
@@ -112,6 +113,7 @@ class TailCode(Protocol):
     """The part of the loss that is computed once for the whole batch."""
 
     linear: bool
+    constant_stage: int  # the stage whose first replica adds the loss's constant term
 
     def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return dT/dS for each boundary, and T where every S is zero."""
@@ -202,9 +204,6 @@ class Executor:
                 if clock:
                     timeline.append((index, begin, clock()))
         loss = step.reduced.wait("reduce_loss") if step.reduced is not None else step.loss
-        if self.work is not None:
-            for name, value in step.buffers.items():
-                self.tensors.buffers[name].copy_(value)
         return StepResult(loss, step.weights, step.parts, timeline)
 
     def _close(
@@ -314,7 +313,7 @@ class Executor:
                 if role.kind == "parameter":
                     operands.append(tensors.parameters[role.name])
                 elif role.kind == "buffer":
-                    current = step.buffers.get(role.name)
+                    current = None if role.name in work.once else step.buffers.get(role.name)
                     operands.append(tensors.buffers[role.name] if current is None else current)
                 elif role.kind == "constant":
                     operands.append(tensors.constants[role.name])
@@ -345,13 +344,15 @@ class Executor:
         if self.tail is None or not self.tail.linear:
             step.parts.setdefault(bound.name, []).append((*rows, output))
             return
-        seed = step.seeds[bound.name]
+        seed = step.seeds.get(bound.name)
+        if seed is None:
+            return
         part = (output * seed).sum() if output.ndim else output * seed
         if bound.kind == "whole":
             part = part * share
         step.loss = part if step.loss is None else step.loss + part
 
-    def _output_gradients(self, step: _Step, micro_batch: int, outputs: int) -> list[Tensor | None]:
+    def _output_gradients(self, step: _Step, micro_batch: int) -> list[Tensor | None]:
         work = self.work
         assert work is not None
         first, stop = self.cells[micro_batch]
@@ -367,7 +368,10 @@ class Executor:
             else:
                 gradients.append(None)
         for bound in work.boundaries:
-            seed = step.seeds[bound.name]
+            seed = step.seeds.get(bound.name)
+            if seed is None:  # a boundary without a gradient, such as a count
+                gradients.append(None)
+                continue
             if bound.kind == "rows":
                 width = seed.shape[bound.dim] // self.program.rows
                 seed = seed.narrow(bound.dim, first * width, (stop - first) * width).contiguous()
@@ -383,7 +387,7 @@ class Executor:
         code = self.work.code(stop - first)
 
         def act(step: _Step) -> None:
-            gradients = self._output_gradients(step, micro_batch, 0)
+            gradients = self._output_gradients(step, micro_batch)
             values, weights = code.backward(step.saved.pop(micro_batch), gradients)
             self._give_values(step, micro_batch, values)
             self._add_weights(step, weights)
@@ -396,7 +400,7 @@ class Executor:
         code = self.work.code(stop - first)
 
         def act(step: _Step) -> None:
-            gradients = self._output_gradients(step, micro_batch, 0)
+            gradients = self._output_gradients(step, micro_batch)
             values, step.kept[micro_batch] = code.backward_input(step.saved.pop(micro_batch), gradients)
             self._give_values(step, micro_batch, values)
 
@@ -405,7 +409,7 @@ class Executor:
     def _backward_weight(self, micro_batches: tuple[int, ...]) -> Action:
         assert self.work is not None
         rows = sum(self.cells[m][1] - self.cells[m][0] for m in micro_batches)
-        code = self.work.code(rows if len(micro_batches) > 1 else rows)
+        code = self.work.code(rows)
 
         def act(step: _Step) -> None:
             self._add_weights(step, code.backward_weight([step.kept.pop(m) for m in micro_batches]))
@@ -461,30 +465,19 @@ class Executor:
 
     def _reduce_loss(self, reduce: ReduceLoss) -> Action:
         transport = self.transport
-        dtype, _ = self._loss_type()
+        dtype = self.shapes[""][1]
+        adds_constant = self.program.replica == 0 and self.tail is not None
+        adds_constant = adds_constant and self.program.stage == self.tail.constant_stage  # type: ignore[union-attr]
 
         def act(step: _Step) -> None:
             loss = step.loss
             if loss is None:
                 loss = torch.zeros((), dtype=dtype, device=self.device)
-            if step.constant is not None and self._first_of_last():
+            if step.constant is not None and adds_constant:
                 loss = loss + step.constant
             step.reduced = transport.all_reduce(loss.detach().to(dtype).reshape(1).clone(), reduce.ranks)
 
         return act
-
-    def _loss_type(self) -> tuple[torch.dtype, None]:
-        shape_dtype = self.shapes.get("")
-        return (shape_dtype[1] if shape_dtype is not None else torch.float32), None
-
-    def _first_of_last(self) -> bool:
-        """Say whether this rank adds the loss's constant term: replica 0 of the stage that has the last boundary."""
-        assert self.work is not None
-        return self.program.replica == 0 and self.work.stage == self._constant_stage
-
-    @property
-    def _constant_stage(self) -> int:
-        return getattr(self.tail, "constant_stage", 0)
 
     def _update(self) -> Action:
         transport = self.transport
@@ -505,9 +498,28 @@ class Executor:
             if step.reduced is not None:
                 while not step.reduced.ready():
                     yield step.reduced, "reduce_loss"
+            yield from self._write_buffers(step)
             transport.drain()
 
         return act
+
+    def _write_buffers(self, step: _Step) -> Waiting:
+        """Write new buffer values; replicas take their mean where they are statistics, so that all agree."""
+        work = self.work
+        if work is None:
+            return
+        group = work.group
+        for name in work.buffers:
+            buffer = self.tensors.buffers[name]
+            value = step.buffers.get(name)
+            if len(group) > 1 and name not in work.once and buffer.is_floating_point():
+                mine = torch.zeros(buffer.numel() + 1, dtype=torch.float64, device=self.device)
+                if value is not None:
+                    mine[:-1], mine[-1] = value.reshape(-1), 1.0
+                total = yield from result_of(self.transport.all_reduce(mine, group), "buffers")
+                value = (total[:-1] / total[-1]).view(buffer.shape)
+            if value is not None:
+                buffer.copy_(value)
 
 
 def _key(message: Message) -> tuple[str, int, bool]:
@@ -558,16 +570,3 @@ def drive(generator: Generator[tuple[Handle[Any], str], None, Any]) -> Any:
             handle.wait(what)
     except StopIteration as stop:
         return stop.value
-
-
-__all__ = [
-    "Batch",
-    "BoundaryPart",
-    "EfftraError",
-    "Executor",
-    "StageCode",
-    "StageWork",
-    "StepResult",
-    "Tensors",
-    "drive",
-]
