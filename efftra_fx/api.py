@@ -7,23 +7,26 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from efftra_fx.build import Built, agreed_plan, connections, make_bar, measured_chain, place
 from efftra_fx.check import CheckReport, compare_gradients, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, front_end
 from efftra_fx.cost import CostTable
-from efftra_fx.dump import write_dumps
+from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError, PlanError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
+from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
+from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
@@ -432,9 +435,42 @@ class CompiledModel:
         listed = owned(self.built, self.model, self.options.loss_fn, gradients=True)
         return share(self.world, [(item, mine.get(item.name) if t is not None else None) for item, t in listed])
 
+    def with_plan(self, plan: Plan | str | Path) -> CompiledModel:
+        """Return the same captured step laid out by another plan, nothing traced or measured again; a collective call.
+
+        Both share the model, its parameters and the connections between ranks. Raises what `compile` raises for
+        a plan that cannot be had.
+        """
+        chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
+        options = replace(self.options, plan=chosen, stages=None, replicas=None, micro_batches=None, cuts=None)
+        other = CompiledModel(self.model, self.cluster, options, None, self.timeout_s, None, self.progress)
+        world = self.world if self.cluster.where != "described" else None
+        if world is not None:
+            other.world = world
+        front, chain = self.built.front, self.built.chain
+        back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)
+        other._built = place(front, back, chain, planned, world, other.report)
+        if world is not None:
+            other._prepare(front.rows)
+        return other
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The distributed graph: every part's computation a call, every message a node, the loss at the end.
+
+        It takes the model's own parameters, buffers, constants and inputs, for the batch size that was compiled
+        for, and can be called in one process: it gives the model's loss, and autograd its gradients.
+        """
+        front, back = self.built.front, self.built.back
+        comm = InsertComm(back.plan, back.wiring, back.stages, front.tail, front.dims, front.rows, front.counters)
+        return run_passes(front.gm, (comm,), ("role", "outputs", "stage"))
+
     def dump(self, directory: str | Path) -> None:
         """Write what every pass made, the plan and the programs into a folder, as numbered text files."""
         texts = [("compile.txt", self.report.table() + "\n"), *self.report.texts]
+        graph = self.graph
+        texts.append(("insert-comm.txt", print_graph(graph, "insert-comm")))
+        texts.append(("insert-comm.dot", print_dot(graph, "insert-comm")))
         texts.append(("plan.json", self.plan.to_json()))
         texts.append(("explain.txt", self.plan.explain() + "\n"))
         texts.append(("programs.txt", print_programs(self.programs, self.wiring)))

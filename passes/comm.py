@@ -35,8 +35,9 @@ from .tail import Tail
 class InsertComm:
     """Lay the stages out over ranks and micro-batches, for a global batch of `rows` rows.
 
-    `dims` says along which dimension each input has its rows (None: it has none). The result takes the
-    placeholders of the given graph, in their order, and returns the loss, then new values of buffers.
+    `dims` says along which dimension each input has its rows (None: it has none); buffers in `once` are
+    written once a step and not once a part. The result takes the placeholders of the given graph, in their
+    order, and returns the loss, then new values of buffers in the order of their names.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class InsertComm:
     tail: Tail
     dims: Mapping[str, int | None]
     rows: int
+    once: frozenset[str] = frozenset()
     name: ClassVar[str] = "insert-comm"
     needs: ClassVar[tuple[str, ...]] = ("role", "outputs", "stage")
     gives: ClassVar[tuple[str, ...]] = ()
@@ -133,7 +135,7 @@ class _Builder:
             return self._received(role.name, cell)
         node = self.inputs[role.kind, role.name]
         if role.kind == "buffer":
-            return self.written.get((role.name, cell.rank), node)
+            return node if role.name in self.options.once else self.written.get((role.name, cell.rank), node)
         dim = self.options.dims.get(role.name) if role.kind == "input" else None
         if dim is None or (cell.start, cell.stop) == (0, self.options.rows):
             return node
