@@ -47,7 +47,7 @@ def verify_rank(
     """
     walk = _Walk(program, wiring, expected, reductions)
     for index, instruction in enumerate(program.instructions):
-        walk.where = place(program.rank, index, instruction)
+        walk.index = index
         walk.step(instruction)
     walk.end()
 
@@ -58,7 +58,7 @@ class _Walk:
     wiring: Wiring
     expected: Expected
     reductions: Mapping[str, tuple[int, ...]]
-    where: str = ""
+    index: int = 0
     cells: Mapping[int, Cell] = field(init=False)
     loaded: set[int] = field(default_factory=set)
     forwarded: set[int] = field(default_factory=set)
@@ -74,6 +74,10 @@ class _Walk:
         self.cells = self.expected.cells[self.program.rank]
         for receive in self.expected.receives[self.program.rank]:
             self.missing.setdefault((receive.micro_batch, receive.gradient), set()).add(receive)
+
+    @property
+    def where(self) -> str:
+        return place(self.program.rank, self.index, self.program.instructions[self.index])
 
     @property
     def has_backward(self) -> bool:
