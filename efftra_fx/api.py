@@ -245,7 +245,8 @@ class CompiledModel:
         if self._built is None:
             self.build(args, kwargs, target)
         batch = self._batch(args, kwargs, target)
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        # A model that draws nothing leaves the caller's random state alone, as it would on one device.
+        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if any(self.built.back.random) else 0
         results = self._run(batch, seed)
         self._add_gradients(results)
         if self.optimizer is not None:
@@ -306,6 +307,11 @@ class CompiledModel:
         """
         found = [parameter for _, parameter in self.named_parameters()]
         yield from found or [nn.Parameter(torch.empty(0))]
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, the first of them where all ranks live in it; rank 0 logs and saves."""
+        return self.world.ranks[0]
 
     @property
     def plan(self) -> Plan:
@@ -438,20 +444,23 @@ class CompiledModel:
     def with_plan(self, plan: Plan | str | Path) -> CompiledModel:
         """Return the same captured step laid out by another plan, nothing traced or measured again; a collective call.
 
-        Both share the model, its parameters and the connections between ranks. Raises what `compile` raises for
+        It starts from this program's weights; go on with only one of the two. Raises what `compile` raises for
         a plan that cannot be had.
         """
         chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
         options = replace(self.options, plan=chosen, stages=None, replicas=None, micro_batches=None, cuts=None)
+        options = replace(options, schedule=None)
         other = CompiledModel(self.model, self.cluster, options, None, self.timeout_s, None, self.progress)
         world = self.world if self.cluster.where != "described" else None
         if world is not None:
             other.world = world
+            self._same_start(world)
         front, chain = self.built.front, self.built.chain
         back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)
-        other._built = place(front, back, chain, planned, world, other.report)
+        other._built = place(front, back, chain, planned, world, other.report, self.built.codes)
         if world is not None:
             other._prepare(front.rows)
+            _LATEST[self.model] = weakref.ref(other)
         return other
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -18,13 +18,15 @@ from efftra_fx.cost import Chain
 from efftra_fx.errors import EfftraError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
-from efftra_fx.passes.stage_code import Flags, example_of, stage_code
+from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
 from efftra_fx.program import AllReduce, Join, Message, RankProgram, ReduceLoss, Value
 from efftra_fx.runtime.executor import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.world import World
+
+StageFunctions = Callable[[int], TrainingCode | ForwardCode]  # by number of rows
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Built:
     tails: dict[int, TailFunction]
     values: dict[str, Value]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    codes: dict[Any, StageFunctions]
 
 
 def measured_chain(
@@ -108,17 +111,26 @@ def agreed_plan(
 
 
 def place(
-    front: Front, back: Back, chain: Chain, planned: Planned | None, world: World | None, report: Report
+    front: Front,
+    back: Back,
+    chain: Chain,
+    planned: Planned | None,
+    world: World | None,
+    report: Report,
+    known: dict[Any, StageFunctions] | None = None,
 ) -> Built:
-    """Give each rank of this process its stage's code and tensors; without ranks only the plan is kept."""
+    """Give each rank of this process its stage's code and tensors; without ranks only the plan is kept.
+
+    `known` has code of stages of the same captured step: what is equal is used again, what is new is added.
+    """
     begin = time.perf_counter()
     values = {v.name: v for v in back.wiring.values}
     shapes = {p.name: (p.shape, getattr(torch, p.dtype)) for p in back.wiring.parameters}
     shapes[""] = ((), front.loss_dtype)
-    built = Built(front, back, chain, planned, {}, {}, {}, values, shapes)
+    built = Built(front, back, chain, planned, {}, {}, {}, values, shapes, {} if known is None else known)
     if world is None:
         return built
-    codes = _codes(front, back, values, world.device.type)
+    codes = _codes(front, back, values, world.device.type, built.codes)
     constant_stage = max(s for s, graph in enumerate(back.stages) if graph.boundaries)
     places = {rank: s for s, stage in enumerate(back.plan.stages) for rank in stage.devices}
     for transport in world.transports:
@@ -131,17 +143,25 @@ def place(
     return built
 
 
-def _codes(front: Front, back: Back, values: Mapping[str, Value], device: str) -> list[Any]:
+def _codes(
+    front: Front, back: Back, values: Mapping[str, Value], device: str, known: dict[Any, StageFunctions]
+) -> list[StageFunctions]:
     inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
     example = example_of(values, front.tensors, inputs)
     trainable = {p.name for p in back.wiring.parameters if p.trainable}
-    return [
-        stage_code(graph, Flags(graph, values, trainable, index), example, stage.recompute, device)
-        for index, (graph, stage) in enumerate(zip(back.stages, back.plan.stages, strict=True))
-    ]
+    codes = []
+    for index, (graph, stage) in enumerate(zip(back.stages, back.plan.stages, strict=True)):
+        flags = Flags(graph, values, trainable, index)
+        outputs = (graph.sends, graph.boundaries, graph.buffers)
+        blocks = (stage.first_block, stage.stop_block)
+        key = (blocks, graph.roles, outputs, flags.wrt, flags.outputs, stage.recompute, device)
+        if key not in known:
+            known[key] = stage_code(graph, flags, example, stage.recompute, device)
+        codes.append(known[key])
+    return codes
 
 
-def _work(front: Front, back: Back, stage: int, code: Any) -> StageWork:
+def _work(front: Front, back: Back, stage: int, code: StageFunctions) -> StageWork:
     graph = back.stages[stage]
     kinds = {b.name: b for b in front.tail.boundaries}
     bounds = tuple(BoundaryPart(n, kinds[n].kind, kinds[n].dim) for n in graph.boundaries)

@@ -66,7 +66,6 @@ class InsertComm:
         return result
 
 
-Bound = Callable[..., fx.Node]
 _Place = tuple[str, int, int]  # value, micro-batch, rank
 
 
@@ -101,7 +100,7 @@ class _Builder:
                 ranks = reduce_group(parameter.stages, self.devices)
                 self.inputs[key] = self._call(ops.replicate, self.inputs[key], ranks=ranks)
 
-    def _call(self, function: Bound | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
 
     def compute(self, cell: Cell) -> None:
@@ -179,9 +178,7 @@ class _Builder:
             if node.op != "placeholder":
                 continue
             role = ROLE[node]
-            operands.append(
-                self._joined(role.name) if role.kind == "boundary" else self.inputs[role.kind, role.name]
-            )
+            operands.append(self._joined(role.name) if role.kind == "boundary" else self.inputs[role.kind, role.name])
         loss = self.graph.call_module("tail", tuple(operands))
         self.graph.output((loss, *(self.buffers[name] for name in sorted(self.buffers))))
 
@@ -211,9 +208,9 @@ def _note(node: fx.Node, dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def operands_of(gm: fx.GraphModule, tensors: Mapping[tuple[str, str], Any], inputs: Mapping[str, Any]) -> list[Any]:
-    """Return what a graph with roles takes, in order: parameters, buffers and constants by (kind, name), inputs by name."""
+    """Return what a graph with roles takes, in order: inputs by name, all others by (kind, name)."""
     roles = [ROLE[node] for node in gm.graph.nodes if node.op == "placeholder"]
     return [inputs[r.name] if r.kind == "input" else tensors[r.kind, r.name] for r in roles]
 
 
-__all__ = ["InsertComm", "Value", "operands_of"]
+__all__ = ["InsertComm", "operands_of"]
