@@ -23,7 +23,7 @@ from torch import fx
 from efftra_fx import ops
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE, STAGE, Outputs, Role
 from efftra_fx.plan import Plan
-from efftra_fx.program import Value, Wiring
+from efftra_fx.program import Wiring
 
 from .lower import is_reduced, reduce_group
 from .routes import Cell, Route, find_routes, lay_out_cells
