@@ -11,7 +11,7 @@ import itertools
 import linecache
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import fx
 from efftra_fx import private
 from efftra_fx.errors import EmitError
 from efftra_fx.operators import Spelling, spell
+from efftra_fx.sums import Sums, find_sums
 
 _FILES = itertools.count()
 
@@ -39,6 +40,8 @@ def emit(
     takes: Sequence[int] | None = None,
     gives: Sequence[int] | None = None,
     consumes: Sequence[bool] = (),
+    into: Sequence[int] = (),
+    overwrite: bool = False,
 ) -> Emitted:
     """Generate, compile and return the function that computes `gm`.
 
@@ -46,14 +49,19 @@ def emit(
     group, of that many placeholders each. A group flagged in `consumes` must be a list, and is
     emptied, so that its values are freed at their last use and not when the caller returns. Without
     `gives` it returns a tuple of the graph's outputs (or the value alone if the graph returns
-    one bare value); with it, a tuple of lists of that many outputs each (a single
-    group comes bare).
+    one bare value); with it, one list a group, of that many outputs each (the only group comes
+    bare).
+
+    With `into` the function takes one more argument, a sequence of tensors, one for each of the
+    outputs that `into` lists by index: these outputs are added into them, or overwrite
+    them with `overwrite`, and are returned as those very tensors. A matrix product is added
+    by the product itself, without a tensor of its own.
 
     The function is re-entrant and may run in several threads at once.
 
     Raises `EmitError` for a graph that is not flat or whose groups don't add up.
     """
-    writer = _Writer(gm, name)
+    writer = _Writer(gm, name, find_sums(gm.graph, into, overwrite))
     source = writer.write(takes, gives, consumes)
     file = f"<efftra {name} {next(_FILES)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -66,52 +74,79 @@ def emit(
 class _Writer:
     """The text of one function and the global names that it needs."""
 
-    def __init__(self, gm: fx.GraphModule, name: str) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums) -> None:
         self.gm = gm
         self.name = name
+        self.sums = sums
         self.names: dict[str, Any] = {}
         self.constants: dict[int, str] = {}
-        self.taken = {node.name for node in gm.graph.nodes} | {name, "group"}
+        self.taken = {node.name for node in gm.graph.nodes} | {name, *sums.buffers}
+        self.unpacked: set[fx.Node] = set()  # getitem nodes that their tuple's statement has assigned
 
     def write(self, takes: Sequence[int] | None, gives: Sequence[int] | None, consumes: Sequence[bool]) -> str:
         nodes = list(self.gm.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        last = _last_uses(nodes)
-        arguments = [node.name for node in inputs] if takes is None else [f"group{i}" for i in range(len(takes))]
-        self.taken.update(arguments)
+        names = [self.fresh(f"group{index}") for index in range(len(takes or ()))]
+        buffers = self.fresh("buffers")
+        arguments = [node.name for node in inputs] if takes is None else list(names)
+        arguments += [buffers] if self.sums.buffers else []
+        body = [] if takes is None else _unpack(inputs, takes, names, consumes)
+        if self.sums.buffers:
+            body.append(f"[{', '.join(self.sums.buffers)}] = {buffers}")
+        body += self.sums.opening
+        last = _last_uses(nodes, self.sums)
+        module = ""
+        for node in nodes:
+            if node.op == "output":
+                body.append(f"return {self.result(node.args[0], gives)}")
+                continue
+            if (here := _module_of(node)) and here != module and node.op == "call_function":
+                module = here
+                body.append(f"# {module}")
+            body += [*self.statement(node), *_delete(last.get(node, []))]
         guard = self.constant(private.below_autograd, "below_autograd")
         lines = [f"def {self.name}({', '.join(arguments)}):", f"    with {guard}():"]
-        if takes is not None:
-            lines += [f"        {line}" for line in _unpack(inputs, takes, consumes)]
-        lines += [f"        {line}" for line in _delete([node for node in inputs if not node.users])]
-        for node in nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                lines.append(f"        return {self.result(node.args[0], gives)}")
-                continue
-            lines += [f"        {line}" for line in (self.statement(node), *_delete(last.get(node, [])))]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"
 
-    def statement(self, node: fx.Node) -> str:
+    def statement(self, node: fx.Node) -> Iterator[str]:
+        """Yield the lines that compute a node and add it where it is to be added."""
         if node.op == "get_attr":
             value = self.gm
             for part in str(node.target).split("."):
                 value = getattr(value, part)
-            return f"{node.name} = {self.constant(value, str(node.target))}"
-        if node.op != "call_function":
+            yield f"{node.name} = {self.constant(value, str(node.target))}"
+        elif node.op not in ("call_function", "placeholder"):
             raise EmitError(f"node {node.name} is a {node.op}, expected a graph of functions; inline it first")
+        elif node in self.sums.dissolved:
+            return
+        elif node in self.sums.inlined:
+            yield self.sums.inlined[node](self)
+            return
+        elif node.op == "call_function" and node not in self.unpacked:
+            yield self.assignment(node)
+        for buffer, first in self.sums.added.get(node, ()):
+            yield f"{buffer}.{'copy_' if first else 'add_'}({node.name})"
+
+    def assignment(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return f"{node.name} = {self.text(node.args[0])}[{self.text(node.args[1])}]"
-        return f"{node.name} = {self.call(node)}"
+        if (items := _items(node)) is None:
+            return f"{node.name} = {self.call(node)}"
+        self.unpacked.update(item for item in items if item is not None)
+        if sum(item is not None for item in items) == 1:
+            [(index, only)] = [(index, item) for index, item in enumerate(items) if item is not None]
+            return f"{only.name} = {self.call(node)}[{index}]"
+        unused = [self.fresh("unused") if item is None else "" for item in items]
+        names = [item.name if item is not None else spare for item, spare in zip(items, unused, strict=True)]
+        forget = [spare for spare in unused if spare]
+        return f"{', '.join(names)} = {self.call(node)}" + (f"; del {', '.join(forget)}" if forget else "")
 
     def call(self, node: fx.Node) -> str:
         """Return the expression that calls a node's function."""
         spelling = Spelling(cast(Callable[..., Any], node.target))
         if isinstance(node.target, torch._ops.OpOverload):
             spelling = _spell(node)
-        args = list(node.args)
-        texts = [self.text(value) for value in ([*args[:-1], *args[-1]] if spelling.spread else args)]  # type: ignore[misc]
+        texts = [self.text(value) for value in spelling.positional(node.args)]
         texts += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
         if spelling.function is None:
             return f"{texts[0]}.{spelling.method}({', '.join(texts[1:])})"
@@ -123,9 +158,8 @@ class _Writer:
         if not isinstance(value, (list, tuple)) or len(value) != sum(gives):
             found = len(value) if isinstance(value, (list, tuple)) else 1
             raise EmitError(f"graph {self.name} returns {found} values, expected {sum(gives)} for groups {list(gives)}")
-        flat = iter(value)
-        groups = [self.text(list(itertools.islice(flat, size))) for size in gives]
-        return ", ".join(groups)
+        names = (self.sums.results.get(index) or self.text(item) for index, item in enumerate(value))
+        return ", ".join(f"[{', '.join(itertools.islice(names, size))}]" for size in gives)
 
     def text(self, value: Any) -> str:
         """Return the expression for one argument."""
@@ -149,45 +183,67 @@ class _Writer:
 
     def constant(self, value: Any, hint: str) -> str:
         """Return the global name under which the function sees `value`."""
-        if id(value) in self.constants:
-            return self.constants[id(value)]
+        if id(value) not in self.constants:
+            name = self.fresh(hint)
+            self.names[name] = value
+            self.constants[id(value)] = name
+        return self.constants[id(value)]
+
+    def fresh(self, hint: str) -> str:
+        """Return a name that nothing else has."""
         stem = "".join(char if char.isalnum() else "_" for char in hint).strip("_") or "constant"
         stem = f"_{stem}" if stem[0].isdigit() else stem
-        name = stem
-        for number in itertools.count(2):
-            if name not in self.taken:
-                break
-            name = f"{stem}_{number}"
+        names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in self.taken)
         self.taken.add(name)
-        self.names[name] = value
-        self.constants[id(value)] = name
         return name
 
 
-def _unpack(inputs: Sequence[fx.Node], takes: Sequence[int], consumes: Sequence[bool]) -> list[str]:
+def _unpack(
+    inputs: Sequence[fx.Node], takes: Sequence[int], groups: Sequence[str], consumes: Sequence[bool]
+) -> list[str]:
     if sum(takes) != len(inputs):
         raise EmitError(f"the graph has {len(inputs)} placeholders, expected {sum(takes)} for groups {list(takes)}")
     lines = []
     flat = iter(inputs)
-    for index, size in enumerate(takes):
-        names = ", ".join(node.name for node in itertools.islice(flat, size))
-        lines.append(f"[{names}] = group{index}")
-        if index < len(consumes) and consumes[index]:
-            lines.append(f"group{index}.clear()")
+    for group, size, consumed in itertools.zip_longest(groups, takes, consumes[: len(takes)], fillvalue=False):
+        names = ", ".join(node.name for node in itertools.islice(flat, int(size)))
+        lines.append(f"[{names}] = {group}")
+        lines += [f"{group}.clear()"] if consumed else []
     return lines
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each node to the values that nobody needs after it."""
+def _last_uses(nodes: Sequence[fx.Node], sums: Sums) -> dict[fx.Node, list[fx.Node]]:
+    """Map each node to the named values that nobody needs after its statements."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(nodes):
-        values = [node] if node.op == "call_function" and not node.users else []
-        values += [value for value in node.all_input_nodes if value not in seen]
+        if node.op == "output":
+            flat = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+            seen.update(v for i, v in enumerate(flat) if isinstance(v, fx.Node) and i not in sums.results)
+            continue
+        if node in sums.dissolved:
+            continue
+        named = node not in sums.inlined and (node.target is operator.getitem or _items(node) is None)
+        values = [node] if named and node not in seen else []
+        values += [value for value in node.all_input_nodes if value not in seen and _items(value) is None]
         seen.update(values)
-        if values and node.op != "output":
+        if values:
             last[node] = values
     return last
+
+
+def _items(node: fx.Node) -> list[fx.Node | None] | None:
+    """Return the getitem nodes of a tuple by index, if these are all that use it and its length is known."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, (tuple, list)) or not node.users:
+        return None
+    items: list[fx.Node | None] = [None] * len(value)
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int) or items[user.args[1]] is not None:
+            return None
+        items[user.args[1]] = user
+    return items
 
 
 def _delete(values: Sequence[fx.Node]) -> list[str]:
@@ -201,6 +257,13 @@ def _spell(node: fx.Node) -> Spelling:
         return Spelling(private.boxed(overload))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
     return spell(overload, args, kwargs)
+
+
+def _module_of(node: fx.Node) -> str:
+    """Return the path of the module that a node comes from, if the graph says so."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple)]
+    return str(paths[-1]).replace("\n", " ") if paths else ""
 
 
 def _function_name(target: Any) -> str:

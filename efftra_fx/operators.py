@@ -33,10 +33,14 @@ class Spelling:
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the operator this way."""
-        flat = [*args[:-1], *args[-1]] if self.spread else list(args)
+        flat = self.positional(args)
         if self.function is not None:
             return self.function(*flat, **kwargs)
         return getattr(flat[0], self.method)(*flat[1:], **kwargs)
+
+    def positional(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments one by one, as they are written."""
+        return [*args[:-1], *args[-1]] if self.spread else list(args)
 
 
 _KNOWN: dict[Any, Spelling] = {}

@@ -29,7 +29,7 @@ from efftra_fx.emit import Emitted, emit
 from efftra_fx.errors import DifferentiateError
 
 from .joint import Joint, record_joint
-from .slices import ancestors, cut, is_random, storage_bytes
+from .slices import ancestors, cut, descendants, is_random, storage_bytes, storages
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,36 @@ class Part:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     consumes: tuple[bool, ...]
+    weights: tuple[int, ...] = ()  # which outputs are weight gradients, by index; those that are None left out
 
     @cached_property
     def function(self) -> Emitted:
         """The generated function, compiled at first use."""
         return emit(self.graph, name=self.name, takes=self.takes, gives=self.gives, consumes=self.consumes)
+
+    @cached_property
+    def accumulate(self) -> Emitted:
+        """Like `function`, with one more argument: tensors to add the weight gradients into.
+
+        One tensor for each weight that has a gradient; they are returned in its place.
+        """
+        return self._into("accumulate", False)
+
+    @cached_property
+    def overwrite(self) -> Emitted:
+        """Like `accumulate`, but what the tensors hold before is lost."""
+        return self._into("overwrite", True)
+
+    def _into(self, how: str, overwrite: bool) -> Emitted:
+        return emit(
+            self.graph,
+            name=f"{self.name}_{how}",
+            takes=self.takes,
+            gives=self.gives,
+            consumes=self.consumes,
+            into=self.weights,
+            overwrite=overwrite,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +137,7 @@ def differentiate(
 def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recompute: bool) -> Differentiated:
     graph, inputs = joint.graph, joint.inputs
     tangents = [node for node in joint.tangents if node is not None]
-    late = [grad for grad, weight in zip(joint.gradients, weights, strict=True) if weight]
+    late = _weight_gradients(joint, weights)
     early = [grad for grad, flag, weight in zip(joint.gradients, wrt, weights, strict=True) if flag and not weight]
 
     forward = ancestors(joint.outputs, frozenset(inputs))
@@ -135,7 +160,16 @@ def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recom
             sources=[node for group in sources for node in group],
             results=[value for group in results for value in group],
         )
-        return Part(name, piece, tuple(map(len, sources)), tuple(map(len, results)), consumes)
+        offset = sum(map(len, results)) - len(late)
+        weights = tuple(offset + index for index, grad in enumerate(late) if grad is not None)
+        return Part(
+            name,
+            piece,
+            tuple(map(len, sources)),
+            tuple(map(len, results)),
+            consumes,
+            weights if results[-1] is late else (),
+        )
 
     return Differentiated(
         forward=part("forward", [inputs], [joint.outputs, stash], False),
@@ -149,6 +183,42 @@ def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recom
         kept_inputs=tuple(index for index, node in enumerate(inputs) if node in set(stash)),
         recompute=recompute,
     )
+
+
+def _weight_gradients(joint: Joint, weights: tuple[bool, ...]) -> list[fx.Node | None]:
+    """Return the weights' gradients, each in memory of its own and laid out like its weight.
+
+    So a caller may add to them in place and reduce them over ranks.
+    """
+    wanted = [(node, grad) for node, grad, flag in zip(joint.inputs, joint.gradients, weights, strict=True) if flag]
+    others = [grad for grad, flag in zip(joint.gradients, weights, strict=True) if not flag]
+    given = [node for node in (*joint.inputs, *joint.tangents) if node is not None]
+    used = {key for node in (*given, *others, *joint.outputs) if isinstance(node, fx.Node) for key in storages(node)}
+    tangential = descendants(joint.graph, {node for node in joint.tangents if node is not None})
+    used |= {key for node in joint.graph.nodes if node not in tangential for key in storages(node)}
+    result: list[fx.Node | None] = []
+    for weight, grad in wanted:
+        if grad is not None:
+            if not used.isdisjoint(storages(grad)) or grad.meta["val"].stride() != weight.meta["val"].stride():
+                grad = _clone(joint.graph, grad, weight)
+            used.update(storages(grad))
+        result.append(grad)
+    return result
+
+
+def _clone(graph: fx.Graph, grad: fx.Node, weight: fx.Node) -> fx.Node:
+    like = weight.meta["val"]
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    fits = (form for form in formats if like.dim() == _RANKS.get(form, like.dim()) and like.is_contiguous(memory_format=form))
+    layout = next(fits, torch.preserve_format)
+    clone = graph.create_node(
+        "call_function", torch.ops.aten.clone.default, (grad,), {"memory_format": layout}, name=f"{grad.name}_clone"
+    )
+    clone.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=layout)}
+    return clone
+
+
+_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _crossing(graph: fx.Graph, results: Sequence[Any], known: set[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:

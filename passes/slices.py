@@ -65,17 +65,18 @@ def cut(
 
 def storage_bytes(values: Iterable[fx.Node], without: Iterable[fx.Node] = ()) -> int:
     """Return the bytes that stay allocated while `values` live; shared storage counts once."""
-    held = {key for node in without for key, _ in _storages(node)}
-    sizes = {key: size for node in values for key, size in _storages(node) if key not in held}
+    held = {key for node in without for key in storages(node)}
+    sizes = {key: size for node in values for key, size in storages(node).items() if key not in held}
     return sum(sizes.values())
 
 
-def _storages(node: fx.Node) -> list[tuple[int, int]]:
+def storages(node: fx.Node) -> dict[int, int]:
+    """Return the memory that a node's value lies in: its identity, and its size in bytes."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        return []
+        return {}
     storage = value.untyped_storage()
-    return [(storage._cdata, storage.nbytes())]
+    return {int(storage._cdata): int(storage.nbytes())}
 
 
 def is_random(node: fx.Node) -> bool:
