@@ -6,15 +6,16 @@ to the first, over (first block i, first device position o, devices d of the fir
     x(stage + suffix) = x + f + b + c + c'         one micro-batch there and back
     y(stage + suffix) = max(y + f + c,  x(stage + suffix) + a)      with the all-reduces
 
-and the step is (m - 1) P + max(x, y) (`formulas.py`). One label is kept a state, the one
-with the smaller max(x, y). The bounds are scanned upwards. Cut positions are thinned
-out on long chains, the refinement puts them back. Stages deep (`layers`) are told
-apart only where that matters: when memory binds or their number is asked for.
+and the step is (m - 1) P + y (`formulas.py`; y is never below x). A suffix of k stages must
+have x <= K P for the K micro-batches it may keep in flight, so k is part of the state; and
+since 1F1B alternates strictly, two neighbours and what lies between them there and back
+must take no more than 3 P (2 P where S - s are in flight). One label is kept a state, the one with the least y. The bounds are scanned upwards. Cut
+positions are thinned out on long chains; the refinement puts them back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from .table import Floats, Ints, Layout, Table
 
 Mask = NDArray[np.bool_]
 Links = NDArray[np.int32]
+
+RATIOS = (1.02, 1.05, 1.09, 1.14, 1.2, 1.27, 1.35, 1.45, 1.6, 1.8, 2.1, 2.6, 3.5, 5.0)  # of the fastest period
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,37 @@ def thinned(table: Table, most: int) -> Ints:
 
 
 class Program:
-    """The dynamic program under one layout for one number of micro-batches."""
+    """The dynamic program under one layout for one number of micro-batches.
+
+    `layers` is the most stages told apart; a suffix of k stages may keep `depth(k)`
+    micro-batches in flight, so a micro-batch may take at most `depth(k)` periods there and back.
+    """
 
     def __init__(self, search: Search, pricer: Pricer, positions: Ints, layers: int) -> None:
         self.search, self.pricer, self.layout = search, pricer, pricer.layout
         self.positions, self.layers = positions, layers
-        self.costs: dict[tuple[object, ...], StageCosts] = {}
+        self.each_way = pricer.layout.limited and len(search.table.ways) > 1
+        self.costs: dict[tuple[object, ...], tuple[StageCosts, ...]] = {}
+        self.stacks: dict[int, tuple[StageCosts, ...]] = {}
+        self.edges: dict[int, tuple[Floats, Floats]] = {}
         size = len(positions)
         self.low, self.high = np.repeat(positions, size), np.tile(positions, size)
         self.pairs = np.nonzero(self.low < self.high)[0]
+        request = search.request
+        stages = np.arange(1, layers + 1)
+        deep = 2 * stages - 1 if request.in_flight != 1 else stages
+        self.depth = np.where(request.schedule == "gpipe", pricer.micro_batches, deep).astype(float)
+        self.pair = (
+            np.inf
+            if request.schedule == "gpipe" or pricer.micro_batches == 1
+            else deep[-1] - deep[-2] + 1.0
+            if layers > 1
+            else 3.0
+        )
+        least = stages if request.in_flight != 2 else 2 * stages - 1
+        self.held = np.minimum(pricer.micro_batches, pricer.micro_batches if request.schedule == "gpipe" else least)
 
-    def stage(self, first: int, count: int) -> StageCosts:
+    def stage(self, first: int, count: int) -> tuple[StageCosts, ...]:
         """Costs of every interval on positions [first, first + count), shared between equal runs of devices."""
         layout = self.layout
         if layout.uniform:
@@ -77,62 +100,57 @@ class Program:
         else:
             key = (count, first)
         if key not in self.costs:
-            self.costs[key] = self.work_out(first, count)
+            ways = [self.one_way(first, count, index) for index in range(len(self.search.table.ways))]
+            self.costs[key] = tuple(ways) if self.each_way else (fastest(ways, self.pricer.micro_batches),)
         return self.costs[key]
 
-    def work_out(self, first: int, count: int) -> StageCosts:
-        """Price every interval in every way and keep the fastest that has a chance to fit."""
+    def one_way(self, first: int, count: int, index: int) -> StageCosts:
+        """Price every interval in one way; infinite where it is impossible."""
         pricer, table, layout = self.pricer, self.search.table, self.layout
-        low, high = self.low[self.pairs][:, None], self.high[self.pairs][:, None]
+        way = table.ways[index]
         size = len(self.positions)
-        best: list[Floats] = [np.full(size * size, np.inf) for _ in range(3)]
-        fixed, flying = np.full(size * size, np.inf), np.zeros(size * size)
-        chosen = np.zeros(size * size, dtype=np.int64)
-        limit = float(-layout.least_memory.of(np.array([first]), np.array([first + count]))[0])
-        optimizer = 1 + table.rules.optimizer_bytes_per_parameter_byte
-        for index, way in enumerate(table.ways):
-            if count % way.tensor:
-                continue
+        grid = (size, size)
+        arrays = [np.full(size * size, np.inf) for _ in range(5)]
+        if count % way.tensor == 0:
+            low, high = self.low[self.pairs][:, None], self.high[self.pairs][:, None]
             shape = low.shape
-            ways, counts = np.full(shape, index), np.full(shape, count)
+            counts, ways, width = np.full(shape, count), np.full(shape, index), np.full(shape, way.tensor)
             starts, stops = np.full(shape, first), np.full(shape, first + count)
-            width = np.full(shape, way.tensor)
             replicas = np.full(shape, count // way.tensor * layout.copies)
             rows = pricer.part_rows(replicas)
             batch = Batch(np.concatenate([low, high], axis=1), counts, ways, np.zeros(len(low), dtype=np.int64))
-            nothing = np.zeros(shape, dtype=bool)
             forward, backward, parameters, gradients, saved, working = pricer.computing(
-                batch, low, high, starts, stops, rows, nothing, width
+                batch, low, high, starts, stops, rows, np.zeros(shape, dtype=bool), width
             )
             spans = (replicas > 1) & layout.spans(starts, counts)
             _, extra = pricer.reducing(batch, low, high, starts, stops, rows, replicas, gradients, backward, spans)
             edges = (table.cut_bytes[low] + table.cut_bytes[high]) * rows
-            held = parameters + optimizer * gradients + rows * working + 2 * edges
-            moving = rows * saved + (table.cut_bytes[low] * rows if way.recompute else 0.0)
-            possible = (forward < IMPOSSIBLE) & (held + moving <= limit)
-            at = self.pairs
-            price = np.where(possible, forward + backward + extra / pricer.micro_batches, np.inf)[:, 0]
-            old = best[0][at] + best[1][at] + best[2][at] / pricer.micro_batches
-            better = price < old
-            where = at[better]
-            for target, source in zip((*best, fixed, flying), (forward, backward, extra, held, moving), strict=True):
-                target[where] = source[:, 0][better]
-            chosen[where] = index
-        grid = (size, size)
-        return StageCosts(
-            best[0].reshape(grid),
-            best[1].reshape(grid),
-            best[2].reshape(grid),
-            chosen.reshape(grid),
-            fixed.reshape(grid),
-            flying.reshape(grid),
-        )
+            held = parameters + (1 + table.rules.optimizer_bytes_per_parameter_byte) * gradients
+            held = held + rows * working + 2 * edges
+            flying = rows * saved + (table.cut_bytes[low] * rows if way.recompute else 0.0)
+            forward = np.where(forward < IMPOSSIBLE, forward, np.inf)
+            for target, source in zip(arrays, (forward, backward, extra, held, flying), strict=True):
+                target[self.pairs] = source[:, 0]
+        forward, backward, extra, held, flying = (array.reshape(grid) for array in arrays)
+        return StageCosts(forward, backward, extra, np.full(grid, index), held, flying)
+
+    def stack(self, o: int) -> tuple[StageCosts, ...]:
+        """The costs of 1, 2, … devices from position o on: arrays (devices, positions, positions)."""
+        if o not in self.stacks:
+            columns = [self.stage(o, d) for d in range(1, self.layout.size - o + 1)]
+            names = [one.name for one in fields(StageCosts)]
+            self.stacks[o] = tuple(
+                StageCosts(*(np.stack([getattr(column[way], name) for column in columns]) for name in names))
+                for way in range(len(columns[0]))
+            )
+        return self.stacks[o]
 
     def boundaries(self, at: int) -> tuple[Floats, Floats]:
-        """Seconds there and back over the boundary at device position `at`: (left devices, right devices, cut)."""
+        """Seconds there and back over the boundary at device position `at`: (cut, left devices, right devices)."""
+        if at in self.edges:
+            return self.edges[at]
         pricer, table, layout = self.pricer, self.search.table, self.layout
         left, right = np.meshgrid(np.arange(1, at + 1), np.arange(1, layout.size - at + 1), indexing="ij")
-        shape = left.shape
         width = np.ones((left.size, 2), dtype=np.int64)
         seconds, late, pairs = pricer.boundary(
             left.reshape(-1, 1), right.reshape(-1, 1), np.full((left.size, 1), at), width
@@ -141,106 +159,128 @@ class Program:
         for rows, whole in ((table.cut_bytes, table.cut_whole), (table.back_bytes, table.back_whole)):
             moved, fixed = rows[self.positions] * pricer.micro_rows, whole[self.positions]
             times = seconds * (moved + pairs * fixed) + late * (moved + fixed > 0)
-            grids.append(times.reshape(*shape, len(self.positions)))
-        return grids[0], grids[1]
+            grids.append(np.ascontiguousarray(times.T).reshape(len(self.positions), *left.shape))
+        self.edges[at] = grids[0], grids[1]
+        return self.edges[at]
 
-    def run(self, period_s: float, flying_cap: int) -> tuple[Batch, Floats] | None:
-        """The best plans with no stage or channel above the period, with (x, y) maxima; `None` when there are none."""
-        layout, size = self.layout, len(self.positions)
-        devices, layers = layout.size, self.layers
-        # labels by (layer, position, device position, devices of the first stage)
-        shape = (layers, size, devices + 1, devices + 1)
-        x, y = np.full(shape, np.inf), np.full(shape, np.inf)
-        came = np.full((*shape, 2), -1, dtype=np.int32)  # next position, devices of the next stage
-        layered = layers > 1
-        flying = np.minimum(np.arange(1, layers + 1), flying_cap)[:, None, None]
-        limits = [
-            [float(-layout.least_memory.of(np.array([o]), np.array([o + d]))[0]) for d in range(1, devices - o + 1)]
-            for o in range(devices)
-        ]
-        boundary = [self.boundaries(at) for at in range(devices)] if devices > 1 else []
+    def run(self, period_s: float) -> tuple[Batch, Floats] | None:
+        """The best plans with no stage or channel above the period, with their y; `None` when there are none."""
+        layout, size, devices = self.layout, len(self.positions), self.layout.size
+        shape = (self.layers, size, devices + 1, devices + 1)  # layer, position, device position, devices
+        x, y, t = (np.full(shape, np.inf) for _ in range(3))  # t: forward and backward of the first stage
+        came = np.full((*shape, 3), -1, dtype=np.int32)  # next position, devices of the next stage, way
+        joins: dict[int, tuple[Floats, Floats, Floats, Ints]] = {}
         for o in range(devices - 1, -1, -1):
-            for d in range(1, devices - o + 1):
-                cost = self.stage(o, d)
-                through = cost.forward_s + cost.backward_s
-                allowed = through <= period_s
-                if not allowed.any():
-                    continue
-                end = o + d
-                # the last stage
-                last = allowed[:, -1]
-                if layout.limited:
-                    last = last & (cost.fixed_bytes[:, -1] + cost.flying_bytes[:, -1] <= limits[o][d - 1])
-                x[0, :, o, d] = np.where(last, through[:, -1], np.inf)
-                y[0, :, o, d] = np.where(last, through[:, -1] + cost.extra_s[:, -1], np.inf)
-                came[0, :, o, d, 0] = np.where(last, size - 1, -1)
-                came[0, :, o, d, 1] = 0
-                if end >= devices:
-                    continue
-                self.extend(
-                    o, d, cost, through, allowed, boundary[end], period_s, flying, limits[o][d - 1], x, y, came, layered
-                )
-        return self.collect(x, y, came)
+            for cost in self.stack(o):
+                self.last_stage(o, cost, period_s, x, y, t, came)
+                if o + 1 < devices and self.layers > 1:
+                    self.extend(o, cost, period_s, joins, x, y, t, came)
+            if o > 0:
+                joins[o] = self.join(o, period_s, x, y, t)
+        return self.collect(y, came)
+
+    def last_stage(
+        self, o: int, cost: StageCosts, period_s: float, x: Floats, y: Floats, t: Floats, came: Links
+    ) -> None:
+        """Suffixes of one stage on positions [o, o + d), for every d."""
+        through = cost.forward_s[:, :, -1] + cost.backward_s[:, :, -1]
+        total = through + cost.extra_s[:, :, -1]
+        fits = through <= period_s
+        if self.layout.limited:
+            needed = cost.fixed_bytes[:, :, -1] + self.held[0] * cost.flying_bytes[:, :, -1]
+            fits = fits & (needed <= self.limits(o)[:, None])
+        stop = through.shape[0] + 1
+        better = np.where(fits, total, np.inf).T < y[0, :, o, 1:stop]
+        x[0, :, o, 1:stop] = np.where(better, through.T, x[0, :, o, 1:stop])
+        t[0, :, o, 1:stop] = x[0, :, o, 1:stop]
+        y[0, :, o, 1:stop] = np.where(better, total.T, y[0, :, o, 1:stop])
+        fresh = np.stack([np.full(better.shape, len(self.positions) - 1), np.zeros(better.shape), cost.way[:, :, -1].T])
+        came[0, :, o, 1:stop] = np.where(better[..., None], np.moveaxis(fresh, 0, -1), came[0, :, o, 1:stop])
+
+    def limits(self, o: int) -> Floats:
+        """The least memory of 1, 2, … devices from position o on."""
+        stops = np.arange(o + 1, self.layout.size + 1)
+        return -self.layout.least_memory.of(np.full(len(stops), o), stops)
+
+    def join(self, at: int, period_s: float, x: Floats, y: Floats, t: Floats) -> tuple[Floats, Floats, Floats, Ints]:
+        """For each number of devices to the left of position `at`, the best suffix behind the boundary.
+
+        Arrays (layer, position, left devices): x, y and t with the boundary, and the devices of the next stage.
+        """
+        there, back = self.boundaries(at)
+        right = there.shape[2]
+        next_t = t[:, :, at, None, 1 : right + 1] + (there + back)[None]
+        open_ = (np.maximum(there, back) <= period_s)[None] & (next_t <= self.pair * period_s)
+        next_y = y[:, :, at, None, 1 : right + 1] + np.where(open_, there[None], np.inf)
+        next_x = x[:, :, at, None, 1 : right + 1] + np.where(open_, (there + back)[None], np.inf)
+        value = np.maximum(next_x, next_y)
+        pick = np.argmin(value, axis=3)[..., None]
+        best_x = np.take_along_axis(next_x, pick, axis=3)[..., 0]
+        best_y = np.take_along_axis(next_y, pick, axis=3)[..., 0]
+        best_t = np.take_along_axis(next_t, pick, axis=3)[..., 0]
+        return best_x, best_y, best_t, pick[..., 0] + 1
 
     def extend(
         self,
         o: int,
-        d: int,
         cost: StageCosts,
-        through: Floats,
-        allowed: Mask,
-        boundary: tuple[Floats, Floats],
         period_s: float,
-        flying: Ints,
-        limit: float,
+        joins: dict[int, tuple[Floats, Floats, Floats, Ints]],
         x: Floats,
         y: Floats,
+        t: Floats,
         came: Links,
-        layered: bool,
     ) -> None:
-        """Put a stage on positions [o, o + d) before every suffix that starts at o + d."""
-        end = o + d
-        there, back = boundary[0][d - 1], boundary[1][d - 1]  # (devices of the next stage, cut)
-        ok = (np.maximum(there, back) <= period_s).T[None]  # (1, cut, devices)
-        next_x = x[:, :, end, 1 : there.shape[0] + 1] + (there + back).T[None]
-        next_y = y[:, :, end, 1 : there.shape[0] + 1] + there.T[None]
-        value = np.where(ok, np.maximum(next_x, next_y), np.inf)
-        pick = np.argmin(value, axis=2)[..., None]
-        best_x = np.take_along_axis(next_x, pick, axis=2)[..., 0]
-        best_y = np.take_along_axis(next_y, pick, axis=2)[..., 0]
-        best_x = np.where(np.isfinite(np.take_along_axis(value, pick, axis=2)[..., 0]), best_x, np.inf)
-        fits = allowed[None]
+        """Put a stage on positions [o, o + d), for every d, before every suffix that starts at o + d."""
+        counts = range(1, self.layout.size - o)
+        behind = [joins[o + d] for d in counts]
+        best_x = np.stack([one[0][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])  # (d, layer, cut)
+        best_y = np.stack([one[1][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
+        best_t = np.stack([one[2][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
+        following = np.stack([one[3][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
+        stop = len(counts)
+        through = cost.forward_s[:stop] + cost.backward_s[:stop]
+        through = np.where(through <= period_s, through, np.inf)
+        new_x = through[:, None] + best_x[:, :, None, :]
         if self.layout.limited:
-            deeper = flying if not layered else np.minimum(flying + 1, np.max(flying))
-            fits = fits & (cost.fixed_bytes[None] + deeper * cost.flying_bytes[None] <= limit)
-        new_x = np.where(fits, through[None] + best_x[:, None, :], np.inf)
-        new_y = np.maximum(best_y[:, None, :] + cost.forward_s[None], new_x + cost.extra_s[None])
-        total = np.maximum(new_x, new_y)
-        cut = np.argmin(total, axis=2)[..., None]
-        found = np.take_along_axis(total, cut, axis=2)[..., 0]
-        chosen_x = np.take_along_axis(new_x, cut, axis=2)[..., 0]
-        chosen_y = np.take_along_axis(new_y, cut, axis=2)[..., 0]
-        following = np.take_along_axis(pick[..., 0], cut[..., 0], axis=1) + 1
-        source = slice(0, len(x) - 1) if layered else slice(0, 1)
-        target = slice(1, len(x)) if layered else slice(0, 1)
-        old = np.maximum(x[target, :, o, d], y[target, :, o, d])
-        better = found[source] < old
-        x[target, :, o, d] = np.where(better, chosen_x[source], x[target, :, o, d])
-        y[target, :, o, d] = np.where(better, chosen_y[source], y[target, :, o, d])
-        came[target, :, o, d, 0] = np.where(better, cut[source, :, 0], came[target, :, o, d, 0])
-        came[target, :, o, d, 1] = np.where(better, following[source], came[target, :, o, d, 1])
+            limit = self.limits(o)[:stop, None, None, None]
+            held = self.held[1:, None, None]
+            needed = cost.fixed_bytes[:stop, None] + held * cost.flying_bytes[:stop, None]
+            new_x[needed > limit] = np.inf
+        if self.pricer.micro_batches > 1:
+            new_x[through[:, None] + best_t[:, :, None, :] > self.pair * period_s] = np.inf
+            new_x[new_x > (self.depth[1:] * period_s)[None, :, None, None]] = np.inf
+        new_y = best_y[:, :, None, :] + cost.forward_s[:stop, None]
+        np.maximum(new_y, new_x + cost.extra_s[:stop, None], out=new_y)
+        cut = np.argmin(new_y, axis=3)[..., None]
+        found = np.take_along_axis(new_y, cut, axis=3)[..., 0]  # (d, layer, position)
+        chosen = np.take_along_axis(new_x, cut, axis=3)[..., 0]
+        next_devices = np.take_along_axis(following, cut[..., 0], axis=2)
+        target_y = np.moveaxis(y[1:, :, o, 1 : stop + 1], 2, 0)  # views, (d, layer, position)
+        target_x = np.moveaxis(x[1:, :, o, 1 : stop + 1], 2, 0)
+        target = np.moveaxis(came[1:, :, o, 1 : stop + 1], 2, 0)
+        better = found < target_y
+        target_y[better] = found[better]
+        target_x[better] = chosen[better]
+        rows = np.broadcast_to(np.arange(found.shape[2]), found.shape)
+        devices = np.broadcast_to(np.arange(stop)[:, None, None], found.shape)
+        target_t = np.moveaxis(t[1:, :, o, 1 : stop + 1], 2, 0)
+        target_t[better] = through[devices, rows, cut[..., 0]][better]
+        way_of = cost.way[devices, rows, cut[..., 0]]
+        target[better] = np.stack([cut[..., 0], next_devices, way_of], axis=-1)[better]
 
-    def collect(self, x: Floats, y: Floats, came: Links) -> tuple[Batch, Floats] | None:
-        """The plans that start at block 0, the best for each device position and layer."""
-        total = np.maximum(x[:, 0], y[:, 0])  # (layer, device position, devices)
+    def collect(self, y: Floats, came: Links) -> tuple[Batch, Floats] | None:
+        """The plans that start at block 0, the best for each layer and device position."""
+        total = y[:, 0]  # (layer, device position, devices)
         plans, values, skips = [], [], []
         for layer in range(total.shape[0]):
-            for o in range(self.layout.size):
-                for d in np.argsort(total[layer, o], kind="stable")[:2].tolist():
-                    if np.isfinite(total[layer, o, d]):
-                        plans.append(self.trace(came, layer, o, d))
-                        values.append(float(total[layer, o, d]))
-                        skips.append(o)
+            best = total[layer].min(axis=1)
+            for o in np.argsort(best, kind="stable")[:3].tolist():
+                d = int(np.argmin(total[layer, o]))
+                if np.isfinite(total[layer, o, d]):
+                    plans.append(self.trace(came, layer, o, d))
+                    values.append(float(total[layer, o, d]))
+                    skips.append(o)
         if not plans:
             return None
         return pad(plans, skips), np.array(values)
@@ -251,14 +291,24 @@ class Program:
         """Cuts, devices and ways of a plan, followed from its first stage to its last."""
         at, cuts, counts, ways = 0, [0], [], []
         while True:
-            following, devices = came[layer, at, o, d].tolist()
-            ways.append(int(self.stage(o, d).way[at, following]))
+            following, devices, way = came[layer, at, o, d].tolist()
+            ways.append(way)
             counts.append(d)
             cuts.append(int(self.positions[following]))
-            if devices == 0:
+            if layer == 0:
                 return tuple(cuts), tuple(counts), tuple(ways)
-            at, o, d = following, o + d, devices
-            layer = max(layer - 1, 0) if self.layers > 1 else 0
+            at, o, d, layer = following, o + d, devices, layer - 1
+
+
+def fastest(ways: list[StageCosts], micro_batches: int) -> StageCosts:
+    """Of several ways the fastest, interval by interval."""
+    best = ways[0]
+    for other in ways[1:]:
+        price = other.forward_s + other.backward_s + other.extra_s / micro_batches
+        better = price < best.forward_s + best.backward_s + best.extra_s / micro_batches
+        names = [one.name for one in fields(StageCosts)]
+        best = StageCosts(*(np.where(better, getattr(other, name), getattr(best, name)) for name in names))
+    return best
 
 
 def fastest_period(search: Search, layout: Layout, rows: float) -> float:
@@ -282,16 +332,16 @@ def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: 
     program = Program(search, pricer, thinned(search.table, most), layers)
     tightest = fastest_period(search, layout, pricer.micro_rows)
     if micro_batches == 1 or tightest <= 0:
-        ratios = [1e9]
+        ratios = (1.0,)
     else:
-        ratios = [1.02, 1.06, 1.12, 1.22, 1.38, 1.65, 2.1, 3.0, 5.0][:rounds]
+        ratios = RATIOS[:rounds]
     found = []
     best = np.inf
     for ratio in ratios:
         period = max(tightest, 1e-12) * ratio if micro_batches > 1 else IMPOSSIBLE / 2
         if (micro_batches - 1) * period > min(best, search.least_s):
             break
-        answer = program.run(period, micro_batches)
+        answer = program.run(period)
         if answer is not None:
             batch, values = answer
             best = min(best, float(values.min()) + (micro_batches - 1) * period)

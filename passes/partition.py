@@ -20,7 +20,7 @@ from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.plan import SCHEDULES, Plan
 
 from .candidates import Found, Request, Search, Setting
-from .dynamic import scan
+from .dynamic import RATIOS, scan
 from .evaluate import Figures, Rules
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
 from .placement import layouts
@@ -29,6 +29,8 @@ from .table import Layout, Table
 from .wide import wide_scan
 
 NARROW = 32  # devices in a line up to which the dynamic program tells positions apart
+MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
+POSITIONS = 28  # cut positions that it looks at
 MOST_MICRO_BATCHES = 512
 
 
@@ -264,13 +266,11 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
             if counts[0] % table.ways[way].tensor == 0
         ]
     found: list[Shape] = []
-    deep = request.stages or 1
     if request.stages is not None:
         found += even_shapes(search, layout, request.stages)
     if layout.size <= NARROW:
-        layers = deep if request.stages else min(layout.size, table.blocks, 12) if layout.limited else 1
-        most = 64 if layout.size <= 16 and layers == 1 else 32
-        for batch in scan(search, layout, micro, most, layers, 6):
+        layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
+        for batch in scan(search, layout, micro, POSITIONS, layers, len(RATIOS)):
             found += [shape_of(batch, at) for at in range(len(batch))]
     else:
         found += wide_scan(search, layout, micro)

@@ -158,7 +158,7 @@ def lower_bounds(prices: Prices, micro_batches: int) -> Floats:
     return found
 
 
-def formula_steps(prices: Prices, micro_batches: int, flying: Ints, gpipe: bool) -> Floats:
+def formula_steps(prices: Prices, micro_batches: int, flying: Ints, gpipe: bool, multiplicity: int = 1) -> Floats:
     """The closed form of the step (see `formulas.py`), all-reduces without contention."""
     forward, backward = prices.forward_s, prices.backward_s
     plans, stages = forward.shape
@@ -172,6 +172,9 @@ def formula_steps(prices: Prices, micro_batches: int, flying: Ints, gpipe: bool)
         period = ahead + np.maximum(backward, back).max(axis=1)
     else:
         period = np.maximum(forward + backward, np.maximum(there, back)).max(axis=1)
+        for reach in range(1, min(3, stages)):  # neighbours wait for one another: 1F1B alternates strictly
+            trip = latency[:, :-reach] - latency[:, reach:] + (forward + backward)[:, reach:]
+            period = np.maximum(period, trip.max(axis=1) / (multiplicity * reach + 1))
         period = np.maximum(period, (latency / flying).max(axis=1))
     tail = np.maximum(behind[:, 0], (behind + prices.extra_s).max(axis=1))
     total: Floats = (forward + there).sum(axis=1) + (micro_batches - 1) * period + tail
