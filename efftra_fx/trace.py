@@ -7,7 +7,6 @@ the loss and then the new values of the buffers that the forward writes.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.errors import CaptureError, LossError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.signature import Call, distinct
@@ -142,6 +142,7 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
+            inline_grad_regions(program.graph_module)
             return program.run_decompositions({})
     except LossError:
         raise
@@ -207,7 +208,6 @@ def _plain_graph(program: ExportedProgram, step: _Step) -> fx.GraphModule:
     news, results = values[: len(mutated)], values[len(mutated) :]
     output.args = ((*results, *news),)
     _drop_checks(gm.graph)
-    _inline_grad_mode(gm)
     _note_places(gm.graph)
     gm.graph.eliminate_dead_code()
     clean = fx.GraphModule(gm, gm.graph)
@@ -252,47 +252,6 @@ def _drop_checks(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
-
-
-def _inline_grad_mode(gm: fx.GraphModule) -> None:
-    """Put the bodies of no_grad regions into the graph, their results detached."""
-    wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not wrap:
-            continue
-        enabled, body, *operands = node.args
-        inner = getattr(gm, body.target)
-        _inline_grad_mode(inner)
-        with gm.graph.inserting_before(node):
-            values = _copy_body(gm.graph, inner.graph, operands)
-            if not enabled:
-                values = [_detached(gm.graph, value) for value in values]
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(values[user.args[1]])
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-        if not body.users:
-            gm.graph.erase_node(body)
-
-
-def _copy_body(graph: fx.Graph, body: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
-    mapping: dict[fx.Node, fx.Node] = {}
-    source = iter(operands)
-    for node in body.nodes:
-        if node.op == "placeholder":
-            mapping[node] = next(source)
-        elif node.op == "output":
-            return [mapping[value] for value in node.args[0]]
-        else:
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-    raise AssertionError("a graph ends with its output")
-
-
-def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    node.meta.update({k: v for k, v in value.meta.items() if k in ("val", "nn_module_stack", "stack_trace")})
-    return node
 
 
 def _note_places(graph: fx.Graph) -> None:
