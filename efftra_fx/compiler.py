@@ -36,7 +36,7 @@ from efftra_fx.trace import Captured, LossFn, capture
 from efftra_fx.trace_check import check_capture
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-_PROOF_ROWS = 5
+_PROOF_ROWS = 3
 
 
 @dataclass(frozen=True)

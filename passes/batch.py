@@ -80,8 +80,12 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _moved(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
+    """Return the tensor, moved off a value that all its elements share: a gain of zero would hide what is behind it."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor
+    least, most = tensor.detach().aminmax()
+    if bool(least != most):
+        return tensor.detach()
     generator = torch.Generator(device=tensor.device).manual_seed(0)
     noise = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
     return tensor.detach() * (0.9 + 0.2 * noise) + 0.02 * (noise - 0.5)
