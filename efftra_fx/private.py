@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+
 @functools.cache
 def _autograd_keys() -> torch._C.DispatchKeySet:
     names = [name for name in dir(torch._C.DispatchKey) if name.startswith(("Autograd", "Autocast"))]

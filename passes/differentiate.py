@@ -12,6 +12,9 @@ that the stage before waits for.
                   │ weight stash
                   ▼
                  backward_weight ───────► weight gradients
+
+The backward and the weight part also exist in a form that leaves out the products of large
+weight gradients and gives their operands instead (see `deferred.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from torch import fx
 from efftra_fx.emit import Emitted, emit
 from efftra_fx.errors import DifferentiateError
 
+from .deferred import Product, find_product
+from .gradients import own_gradients, separate
 from .joint import Joint, record_joint
-from .slices import ancestors, cut, descendants, is_random, storage_bytes, storages
+from .slices import ancestors, cut, is_random, storage_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,8 @@ class Part:
 
     `takes` and `gives` are the sizes of its groups of placeholders and outputs: the function
     takes a sequence a group and returns a list a group (the only group comes bare). A group
-    that it `consumes` must be a list, and is emptied.
+    that it `consumes` must be a list, and is emptied. `weights` lists by index the outputs that
+    are weight gradients, those that are None left out.
     """
 
     name: str
@@ -46,7 +52,7 @@ class Part:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     consumes: tuple[bool, ...]
-    weights: tuple[int, ...] = ()  # which outputs are weight gradients, by index; those that are None left out
+    weights: tuple[int, ...] = ()
 
     @cached_property
     def function(self) -> Emitted:
@@ -57,7 +63,7 @@ class Part:
     def accumulate(self) -> Emitted:
         """Like `function`, with one more argument: tensors to add the weight gradients into.
 
-        One tensor for each weight that has a gradient; they are returned in its place.
+        One tensor for each of `weights`; they are returned in their place.
         """
         return self._into("accumulate", False)
 
@@ -86,25 +92,36 @@ class Differentiated:
     - `backward.function(stash, grads) -> input_gradients, weight_gradients`
     - `backward_input.function(stash, grads) -> input_gradients, weight_stash`
     - `backward_weight.function(weight_stash) -> weight_gradients`
+    - `backward_deferring.function(stash, grads) -> input_gradients, weight_gradients, terms`
+    - `weight_deferring.function(weight_stash) -> weight_gradients, terms`
 
     `grads` has one contiguous tensor for each output flagged in `grad_outputs`. Input gradients
     come for each input that is in `wrt` and no weight, weight gradients for each weight, in
     the order of the inputs; where there is none it is None (known beforehand: `input_gradients`,
-    `weight_gradients`). Stashes and `grads` are lists; the function that is given one empties it, so
-    that each value is freed at its last use.
+    `weight_gradients`). A weight gradient has memory of its own and its weight's strides.
+    Stashes and `grads` are lists; the function that is given one empties it, so that each value
+    is freed at its last use.
 
-    `saved_bytes` is what the forward's stash keeps allocated beyond the stage's inputs;
-    `kept_inputs` are the inputs (by index) that it keeps alive.
+    The deferring forms give None for the weights of `products`; `finish(products, terms of all
+    micro-batches)` makes their gradients.
+
+    `saved_bytes` is what the forward's stash keeps allocated beyond the stage's inputs,
+    `weight_saved_bytes` and `terms_bytes` the same for the weight stash and the terms;
+    `kept_inputs` are the inputs (by index) that the forward's stash keeps alive.
     """
 
     forward: Part
     backward: Part
     backward_input: Part
     backward_weight: Part
+    backward_deferring: Part
+    weight_deferring: Part
+    products: tuple[Product, ...]
     input_gradients: tuple[bool, ...]
     weight_gradients: tuple[bool, ...]
     saved_bytes: int
     weight_saved_bytes: int
+    terms_bytes: int
     kept_inputs: tuple[int, ...]
     recompute: bool
 
@@ -123,102 +140,74 @@ def differentiate(
 
     `wrt` flags the inputs whose gradients are wanted, `weight_inputs` those of them that are weights,
     `grad_outputs` the outputs that get a gradient. Examples may be real, fake or meta tensors (the
-    latter stand for tensors on `device`), and plain numbers; their values are not used. With
+    latter stand for tensors on `device`), and plain numbers; their values are not used, and
+    what the functions are given later must have their shapes, strides and dtypes. With
     `recompute` the forward keeps only its inputs and random masks, and the backward runs it again.
 
     Raises `DifferentiateError` when flags don't fit, or when shapes depend on values.
     """
-    if len(weight_inputs) != len(wrt) or any(weight and not flag for weight, flag in zip(weight_inputs, wrt)):
-        raise DifferentiateError("weight_inputs needs one flag for each input, set only where wrt is set")
+    if len(weight_inputs) != len(wrt):
+        raise DifferentiateError(f"wrt has {len(wrt)} flags and weight_inputs {len(weight_inputs)}; give one an input")
+    if any(weight and not flag for weight, flag in zip(weight_inputs, wrt, strict=True)):
+        index = next(i for i, weight in enumerate(weight_inputs) if weight and not wrt[i])
+        raise DifferentiateError(f"input {index} is flagged as a weight but not in wrt; flag it in both")
     joint = record_joint(gm, example_inputs, wrt=wrt, grad_outputs=grad_outputs, device=device)
     return _slice(joint, tuple(wrt), tuple(weight_inputs), recompute)
 
 
 def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recompute: bool) -> Differentiated:
-    graph, inputs = joint.graph, joint.inputs
+    graph, inputs = joint.graph, list(joint.inputs)
     tangents = [node for node in joint.tangents if node is not None]
-    late = _weight_gradients(joint, weights)
+    separate(graph)
+    late = own_gradients(joint, weights)
     early = [grad for grad, flag, weight in zip(joint.gradients, wrt, weights, strict=True) if flag and not weight]
+    found = [found for index, grad in enumerate(late) if grad and (found := find_product(index, grad))]
+    products = tuple(product for product, _, _ in found)
+    terms = [operand for _, *operands in found for operand in operands]
+    deferred = {product.weight for product in products}
+    now = [None if index in deferred else grad for index, grad in enumerate(late)]
 
-    forward = ancestors(joint.outputs, frozenset(inputs))
-    forward |= {node for node in graph.nodes if is_random(node)}
-    forward |= ancestors(forward, frozenset(inputs))
-    forward |= set(inputs)
-    forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
-    known = {node for node in forward if is_random(node)} | set(inputs) if recompute else forward
-
+    known = _forward_nodes(joint)
+    if recompute:
+        known = {node for node in known if is_random(node)} | set(inputs)
     stash = _crossing(graph, [*early, *late], known, tangents)
     first = ancestors(early, frozenset([*stash, *tangents]))
     weight_stash = _crossing(graph, late, first | set(stash) | set(tangents), [])
 
-    def part(
-        name: str, sources: Sequence[Sequence[fx.Node]], results: Sequence[Sequence[Any]], *consumes: bool
-    ) -> Part:
-        piece = cut(
-            joint.module,
-            graph,
-            sources=[node for group in sources for node in group],
-            results=[value for group in results for value in group],
-        )
-        offset = sum(map(len, results)) - len(late)
-        weights = tuple(offset + index for index, grad in enumerate(late) if grad is not None)
+    def part(name: str, sources: Sequence[list[fx.Node]], consumes: bool, *results: Sequence[Any]) -> Part:
+        flat = [value for group in results for value in group]
+        piece = cut(joint.module, graph, sources=[node for group in sources for node in group], results=flat)
+        place = next((i for i, group in enumerate(results) if group is late or group is now), len(results))
+        offset = sum(map(len, results[:place]))
+        added = [offset + i for i, grad in enumerate(results[place] if place < len(results) else ()) if grad]
         return Part(
-            name,
-            piece,
-            tuple(map(len, sources)),
-            tuple(map(len, results)),
-            consumes,
-            weights if results[-1] is late else (),
+            name, piece, tuple(map(len, sources)), tuple(map(len, results)), (consumes,) * len(sources), tuple(added)
         )
 
     return Differentiated(
-        forward=part("forward", [inputs], [joint.outputs, stash], False),
-        backward=part("backward", [stash, tangents], [early, late], True, True),
-        backward_input=part("backward_input", [stash, tangents], [early, weight_stash], True, True),
-        backward_weight=part("backward_weight", [weight_stash], [late], True),
+        forward=part("forward", [inputs], False, joint.outputs, stash),
+        backward=part("backward", [stash, tangents], True, early, late),
+        backward_input=part("backward_input", [stash, tangents], True, early, weight_stash),
+        backward_weight=part("backward_weight", [weight_stash], True, late),
+        backward_deferring=part("backward_deferring", [stash, tangents], True, early, now, terms),
+        weight_deferring=part("weight_deferring", [weight_stash], True, now, terms),
+        products=products,
         input_gradients=tuple(grad is not None for grad in early),
         weight_gradients=tuple(grad is not None for grad in late),
         saved_bytes=storage_bytes(stash, without=inputs),
         weight_saved_bytes=storage_bytes(weight_stash, without=inputs),
+        terms_bytes=storage_bytes(terms, without=inputs),
         kept_inputs=tuple(index for index, node in enumerate(inputs) if node in set(stash)),
         recompute=recompute,
     )
 
 
-def _weight_gradients(joint: Joint, weights: tuple[bool, ...]) -> list[fx.Node | None]:
-    """Return the weights' gradients, each in memory of its own and laid out like its weight.
-
-    So a caller may add to them in place and reduce them over ranks.
-    """
-    wanted = [(node, grad) for node, grad, flag in zip(joint.inputs, joint.gradients, weights, strict=True) if flag]
-    others = [grad for grad, flag in zip(joint.gradients, weights, strict=True) if not flag]
-    given = [node for node in (*joint.inputs, *joint.tangents) if node is not None]
-    used = {key for node in (*given, *others, *joint.outputs) if isinstance(node, fx.Node) for key in storages(node)}
-    tangential = descendants(joint.graph, {node for node in joint.tangents if node is not None})
-    used |= {key for node in joint.graph.nodes if node not in tangential for key in storages(node)}
-    result: list[fx.Node | None] = []
-    for weight, grad in wanted:
-        if grad is not None:
-            if not used.isdisjoint(storages(grad)) or grad.meta["val"].stride() != weight.meta["val"].stride():
-                grad = _clone(joint.graph, grad, weight)
-            used.update(storages(grad))
-        result.append(grad)
-    return result
-
-
-def _clone(graph: fx.Graph, grad: fx.Node, weight: fx.Node) -> fx.Node:
-    like = weight.meta["val"]
-    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-    fits = (form for form in formats if like.dim() == _RANKS.get(form, like.dim()) and like.is_contiguous(memory_format=form))
-    layout = next(fits, torch.preserve_format)
-    clone = graph.create_node(
-        "call_function", torch.ops.aten.clone.default, (grad,), {"memory_format": layout}, name=f"{grad.name}_clone"
-    )
-    clone.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=layout)}
-    return clone
-
-
-_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+def _forward_nodes(joint: Joint) -> set[fx.Node]:
+    """Return what the forward computes: all that outputs need, and all that draws random numbers."""
+    stops = frozenset(joint.inputs)
+    random = [node for node in joint.graph.nodes if is_random(node)]
+    nodes = ancestors([*joint.outputs, *random], stops) | stops
+    return nodes | {node for node in joint.graph.nodes if node.target is operator.getitem and node.args[0] in nodes}
 
 
 def _crossing(graph: fx.Graph, results: Sequence[Any], known: set[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:

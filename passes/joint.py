@@ -63,9 +63,7 @@ def record_joint(
     recorder = Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast(), torch.random.fork_rng(devices=[]):
         inputs = [_fake_like(value, device) for value in example_inputs]
-        nodes = [
-            recorder.placeholder(node.name, value, node) for node, value in zip(placeholders, inputs, strict=True)
-        ]
+        nodes = [recorder.placeholder(node.name, value, node) for node, value in zip(placeholders, inputs, strict=True)]
         _require_gradients(inputs, wrt, nodes)
         with recorder, torch.enable_grad():
             outputs = _run(gm, inputs, recorder)

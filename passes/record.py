@@ -154,7 +154,9 @@ class Recorder(TorchDispatchMode):
         elif isinstance(result, (tuple, list)):
             for index, item in enumerate(result):
                 if isinstance(item, torch.Tensor):
-                    part = self.graph.create_node("call_function", operator.getitem, (node, index), name=f"{name}_{index}")
+                    part = self.graph.create_node(
+                        "call_function", operator.getitem, (node, index), name=f"{name}_{index}"
+                    )
                     part.meta = {**node.meta, "val": item}
                     self._remember(item, part)
         return node

@@ -97,5 +97,3 @@ def _sum_without_kept(node: fx.Node) -> None:
     node.target = aten.sum.dim_IntList
     node.args = (total.args[0], dims, False)
     node.kwargs = dict(total.kwargs)
-
-
