@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from efftra_fx.errors import CostError
@@ -90,7 +91,7 @@ class NodeCost:
         for name in ("parameter_bytes", "gradient_bytes", "output_bytes", "saved_bytes"):
             check_amount(f"{self.name}: {name}", getattr(self, name))
 
-    @property
+    @cached_property
     def base(self) -> Option:
         """The plain way: one device of any kind, nothing recomputed."""
         return Option(self.forward, self.backward, self.parameter_bytes, self.gradient_bytes, self.saved_bytes)

@@ -69,6 +69,7 @@ class Program:
     def __init__(self, search: Search, pricer: Pricer, positions: Ints, layers: int) -> None:
         self.search, self.pricer, self.layout = search, pricer, pricer.layout
         self.positions, self.layers = positions, layers
+        self.set_order(gpipe=search.request.schedule == "gpipe")
         self.each_way = pricer.layout.limited and len(search.table.ways) > 1
         self.costs: dict[tuple[object, ...], tuple[StageCosts, ...]] = {}
         self.stacks: dict[int, tuple[StageCosts, ...]] = {}
@@ -76,19 +77,17 @@ class Program:
         size = len(positions)
         self.low, self.high = np.repeat(positions, size), np.tile(positions, size)
         self.pairs = np.nonzero(self.low < self.high)[0]
-        request = search.request
-        stages = np.arange(1, layers + 1)
-        deep = 2 * stages - 1 if request.in_flight != 1 else stages
-        self.depth = np.where(request.schedule == "gpipe", pricer.micro_batches, deep).astype(float)
-        self.pair = (
-            np.inf
-            if request.schedule == "gpipe" or pricer.micro_batches == 1
-            else deep[-1] - deep[-2] + 1.0
-            if layers > 1
-            else 3.0
-        )
-        least = stages if request.in_flight != 2 else 2 * stages - 1
-        self.held = np.minimum(pricer.micro_batches, pricer.micro_batches if request.schedule == "gpipe" else least)
+
+    def set_order(self, gpipe: bool) -> None:
+        """Set what the schedule allows: how deep, how tight neighbours, how many micro-batches are held."""
+        stages, micro_batches = np.arange(1, self.layers + 1), self.pricer.micro_batches
+        multiplicity = 1 if self.search.request.in_flight == 1 else 2
+        free = gpipe or micro_batches == 1
+        self.channel = 0.5 if free and micro_batches > 1 else 1.0  # share of the period that a channel may take
+        self.pair = IMPOSSIBLE if free else multiplicity + 1.0
+        self.depth = np.where(free, IMPOSSIBLE, stages if multiplicity == 1 else 2.0 * stages - 1)
+        least = 2 * stages - 1 if self.search.request.in_flight == 2 else stages
+        self.held = np.minimum(micro_batches, micro_batches if gpipe else least)
 
     def stage(self, first: int, count: int) -> tuple[StageCosts, ...]:
         """Costs of every interval on positions [first, first + count), shared between equal runs of devices."""
@@ -210,7 +209,7 @@ class Program:
         there, back = self.boundaries(at)
         right = there.shape[2]
         next_t = t[:, :, at, None, 1 : right + 1] + (there + back)[None]
-        open_ = (np.maximum(there, back) <= period_s)[None] & (next_t <= self.pair * period_s)
+        open_ = (np.maximum(there, back) <= self.channel * period_s)[None] & (next_t <= self.pair * period_s)
         next_y = y[:, :, at, None, 1 : right + 1] + np.where(open_, there[None], np.inf)
         next_x = x[:, :, at, None, 1 : right + 1] + np.where(open_, (there + back)[None], np.inf)
         value = np.maximum(next_x, next_y)
@@ -232,42 +231,39 @@ class Program:
         came: Links,
     ) -> None:
         """Put a stage on positions [o, o + d), for every d, before every suffix that starts at o + d."""
-        counts = range(1, self.layout.size - o)
-        behind = [joins[o + d] for d in counts]
-        best_x = np.stack([one[0][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])  # (d, layer, cut)
-        best_y = np.stack([one[1][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
-        best_t = np.stack([one[2][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
-        following = np.stack([one[3][:-1, :, d - 1] for d, one in zip(counts, behind, strict=True)])
-        stop = len(counts)
+        stop = self.layout.size - o - 1  # devices of the new stage: 1 to stop
+        layers = min(self.layers - 1, stop)
+        if not any(np.isfinite(joins[o + d][1][:layers, :, d - 1]).any() for d in range(1, stop + 1)):
+            return
+        behind = [[one[:layers, :, d - 1] for one in joins[o + d]] for d in range(1, stop + 1)]
+        best_x, best_y, best_t, following = (np.stack([one[index] for one in behind]) for index in range(4))
         through = cost.forward_s[:stop] + cost.backward_s[:stop]
-        through = np.where(through <= period_s, through, np.inf)
-        new_x = through[:, None] + best_x[:, :, None, :]
+        ceiling = np.full(best_x.shape, period_s)  # of `through`, by (devices, layer, cut)
+        if self.pricer.micro_batches > 1:
+            deepest = self.depth[1 : layers + 1] * period_s
+            ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
+        new_y = best_y[:, :, None, :] + cost.forward_s[:stop, None]
+        np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop])[:, None], out=new_y)
+        np.copyto(new_y, np.inf, where=~(through[:, None] <= ceiling[:, :, None, :]))
         if self.layout.limited:
             limit = self.limits(o)[:stop, None, None, None]
-            held = self.held[1:, None, None]
+            held = self.held[1 : layers + 1, None, None]
             needed = cost.fixed_bytes[:stop, None] + held * cost.flying_bytes[:stop, None]
-            new_x[needed > limit] = np.inf
-        if self.pricer.micro_batches > 1:
-            new_x[through[:, None] + best_t[:, :, None, :] > self.pair * period_s] = np.inf
-            new_x[new_x > (self.depth[1:] * period_s)[None, :, None, None]] = np.inf
-        new_y = best_y[:, :, None, :] + cost.forward_s[:stop, None]
-        np.maximum(new_y, new_x + cost.extra_s[:stop, None], out=new_y)
-        cut = np.argmin(new_y, axis=3)[..., None]
-        found = np.take_along_axis(new_y, cut, axis=3)[..., 0]  # (d, layer, position)
-        chosen = np.take_along_axis(new_x, cut, axis=3)[..., 0]
-        next_devices = np.take_along_axis(following, cut[..., 0], axis=2)
-        target_y = np.moveaxis(y[1:, :, o, 1 : stop + 1], 2, 0)  # views, (d, layer, position)
-        target_x = np.moveaxis(x[1:, :, o, 1 : stop + 1], 2, 0)
-        target = np.moveaxis(came[1:, :, o, 1 : stop + 1], 2, 0)
+            np.copyto(new_y, np.inf, where=~(needed <= limit))
+        cut = np.argmin(new_y, axis=3)  # (devices, layer, position)
+        found = np.take_along_axis(new_y, cut[..., None], axis=3)[..., 0]
+        target_y = np.moveaxis(y[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)  # views of that shape
         better = found < target_y
+        if not better.any():
+            return
+        devices, layer, position = np.nonzero(better)
+        at = cut[better]
         target_y[better] = found[better]
-        target_x[better] = chosen[better]
-        rows = np.broadcast_to(np.arange(found.shape[2]), found.shape)
-        devices = np.broadcast_to(np.arange(stop)[:, None, None], found.shape)
-        target_t = np.moveaxis(t[1:, :, o, 1 : stop + 1], 2, 0)
-        target_t[better] = through[devices, rows, cut[..., 0]][better]
-        way_of = cost.way[devices, rows, cut[..., 0]]
-        target[better] = np.stack([cut[..., 0], next_devices, way_of], axis=-1)[better]
+        own = through[devices, position, at]
+        np.moveaxis(t[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own
+        np.moveaxis(x[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own + best_x[devices, layer, at]
+        chosen = np.stack([at, following[devices, layer, at], cost.way[devices, position, at]], axis=-1)
+        np.moveaxis(came[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = chosen
 
     def collect(self, y: Floats, came: Links) -> tuple[Batch, Floats] | None:
         """The plans that start at block 0, the best for each layer and device position."""
@@ -332,18 +328,21 @@ def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: 
     program = Program(search, pricer, thinned(search.table, most), layers)
     tightest = fastest_period(search, layout, pricer.micro_rows)
     if micro_batches == 1 or tightest <= 0:
-        ratios = (1.0,)
+        ratios = RATIOS[:1]
     else:
         ratios = RATIOS[:rounds]
     found = []
-    best = np.inf
-    for ratio in ratios:
-        period = max(tightest, 1e-12) * ratio if micro_batches > 1 else IMPOSSIBLE / 2
-        if (micro_batches - 1) * period > min(best, search.least_s):
-            break
-        answer = program.run(period)
-        if answer is not None:
-            batch, values = answer
-            best = min(best, float(values.min()) + (micro_batches - 1) * period)
-            found.append(batch)
+    orders = {None: (False, True), "1f1b": (False,), "gpipe": (True,)}[search.request.schedule]
+    for gpipe in orders if micro_batches > 1 else orders[:1]:
+        program.set_order(gpipe)
+        best = np.inf
+        for ratio in ratios[::2] if gpipe and len(orders) > 1 else ratios:
+            period = max(tightest, 1e-12) * ratio if micro_batches > 1 else IMPOSSIBLE / 2
+            if (micro_batches - 1) * period > min(best, search.least_s):
+                break
+            answer = program.run(period)
+            if answer is not None:
+                batch, values = answer
+                best = min(best, float(values.min()) + (micro_batches - 1) * period)
+                found.append(batch)
     return found

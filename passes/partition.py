@@ -269,8 +269,9 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
     if request.stages is not None:
         found += even_shapes(search, layout, request.stages)
     if layout.size <= NARROW:
+        most = min(max(POSITIONS, POSITIONS * 16 // layout.size), 3 * POSITIONS)
         layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
-        for batch in scan(search, layout, micro, POSITIONS, layers, len(RATIOS)):
+        for batch in scan(search, layout, micro, most, layers, len(RATIOS)):
             found += [shape_of(batch, at) for at in range(len(batch))]
     else:
         found += wide_scan(search, layout, micro)
@@ -292,11 +293,19 @@ def even_shapes(search: Search, layout: Layout, depth: int) -> list[Shape]:
 
 def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape]]], micros: list[int]) -> None:
     """Refine the best seeds; try other numbers of micro-batches for what comes out."""
-    for rank, (value, _, micro, layout, starts) in enumerate(seeds[:4]):
+    better: list[tuple[float, int, int, Layout, list[Shape]]] = []
+    for value, index, micro, layout, starts in seeds:
         if search.out_of_time() or value > 1.5 * search.least_s:
             break
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 2, 2)
+        if front:
+            better.append((front[0][0], index, micro, layout, [shape for _, shape in front] + starts[:4]))
+    better.sort(key=lambda one: one[:3])
+    for value, _, micro, layout, starts in better[:3]:
+        if search.out_of_time() or value > 1.1 * search.least_s:
+            break
         tried = {micro}
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:8], 3, 12 if rank < 2 else 6)
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 3, 12)
         while len(micros) > 1 and front:
             values = {}
             shapes = [shape for _, shape in front]

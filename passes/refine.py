@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,7 @@ class Neighbourhood:
         self.coarse = thinned(search.table, 40).tolist()
         table = search.table
         self.work = (table.forward_row[0, 0] + table.backward_row[0, 0]).tolist()
+        self.coarse_work = [self.work[spot] for spot in self.coarse]
         self.widths = table.widths.tolist()
 
     def of(self, shape: Shape) -> Iterator[Shape]:
@@ -88,15 +90,20 @@ class Neighbourhood:
     def shifted(
         self, cuts: tuple[int, ...], counts: tuple[int, ...], ways: tuple[int, ...], skip: int, index: int
     ) -> Iterator[Shape]:
-        """The cut at `index` a little to either side."""
-        for step in (-5, -3, -2, -1, 1, 2, 3, 5):
-            spot = cuts[index] + step
-            if cuts[index - 1] < spot < cuts[index + 1]:
+        """The cut at `index` a little to either side, or where the work is in proportion to the devices."""
+        low, at, high = cuts[index - 1], cuts[index], cuts[index + 1]
+        spots = {at + step for step in (-5, -3, -2, -1, 1, 2, 3, 5)}
+        share = counts[index - 1] / (counts[index - 1] + counts[index])
+        aim = self.work[low] + share * (self.work[high] - self.work[low])
+        near = bisect_left(self.coarse_work, aim)
+        spots |= set(self.coarse[max(0, near - 3) : near + 3])
+        for spot in sorted(spots - {at}):
+            if low < spot < high:
                 yield (*cuts[:index], spot, *cuts[index + 1 :]), counts, ways, skip
 
     def amounts(self, count: int) -> list[int]:
         """How many devices may leave a stage of so many."""
-        return [step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if step < count]
+        return [step for step in (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256) if step < count]
 
     def whole(self, counts: list[int], ways: tuple[int, ...], where: tuple[int, int]) -> bool:
         """Whether these stages have whole replicas."""
