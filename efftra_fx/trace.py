@@ -208,6 +208,7 @@ def _plain_graph(program: ExportedProgram, step: _Step) -> fx.GraphModule:
     news, results = values[: len(mutated)], values[len(mutated) :]
     output.args = ((*results, *news),)
     _drop_checks(gm.graph)
+    _allow_copies(gm.graph)
     _note_places(gm.graph)
     gm.graph.eliminate_dead_code()
     clean = fx.GraphModule(gm, gm.graph)
@@ -246,6 +247,13 @@ def _role(
         constants[target] = program.constants[target]
         return Role("constant", target)
     raise CaptureError(f"the model holds a {kind.name.lower()} '{target}', which has no place in a graph of tensors")
+
+
+def _allow_copies(graph: fx.Graph) -> None:
+    """Let views copy where they must: an operator may lay its real result out in another way than its traced one."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _drop_checks(graph: fx.Graph) -> None:

@@ -42,7 +42,10 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
                 buffer.copy_(before[name])
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(0)
-        found_loss, news = _run(captured, parameters, before, inputs)
+        try:
+            found_loss, news = _run(captured, parameters, before, inputs)
+        except RuntimeError as error:
+            raise CaptureError(f"the captured graph does not run as the eager model does: {error}") from error
         found = _gradients(found_loss, parameters)
     _compare("the loss", loss.detach(), found_loss.detach())
     for name in parameters:
