@@ -21,7 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch import Tensor
 from efftra_fx.errors import EfftraError, RankFailed, TransportError, TransportTimeout
 
 from .lifeline import Lifeline
+from .shared_sum import SharedSum, meet_all
 from .transport import (
     Data,
     Done,
@@ -72,7 +73,7 @@ class GroupHandle:
         if work is not None:
             try:
                 work.wait(self.transport.limit)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 self.transport.explain(error, what, self.waits_for)
             self.work = None
         return self.result
@@ -101,15 +102,15 @@ class CopyBack:
 
 
 class Agreement:
-    """A handle on `agree`: one small maximum; only if that shows a problem is its text exchanged."""
+    """A handle on `agree`: one small sum; only if that shows a problem is its text exchanged."""
 
     __slots__ = ("handle", "problem", "step", "transport")
 
     def __init__(self, transport: GroupTransport, problem: str | EfftraError | None, step: int) -> None:
         self.transport, self.problem, self.step = transport, problem, step
-        flags = torch.tensor([problem is not None, step, -step], dtype=torch.int64)
-        work = transport.control.allreduce([flags], transport.maximum)
-        self.handle = GroupHandle(transport, work, flags, transport.everyone)
+        flags = torch.zeros(transport.world_size, 2, dtype=torch.int64)  # a row a rank: the sum is all rows
+        flags[transport.rank, 0], flags[transport.rank, 1] = problem is not None, step
+        self.handle = transport.sum_of_all(flags)
 
     @property
     def waits_for(self) -> str:
@@ -122,11 +123,11 @@ class Agreement:
 
     def wait(self, what: str = "") -> None:
         """Raise the same error everywhere if anyone has a problem."""
-        flag, highest, lowest = self.handle.wait(what or f"agreement on step {self.step}").tolist()
-        if not flag and highest == -lowest:
-            return
-        raise_problem(self.transport.all_gather_data(problem_data(self.problem)).wait(what))
-        raise_apart(self.transport.rank, self.step, -lowest, highest)
+        flags, steps = self.handle.wait(what or f"agreement on step {self.step}").t().tolist()
+        if any(flags):
+            raise_problem(self.transport.all_gather_data(problem_data(self.problem)).wait(what))
+        if min(steps) != max(steps):
+            raise_apart(self.transport.rank, self.step, min(steps), max(steps))
 
 
 class GroupTransport:
@@ -140,7 +141,6 @@ class GroupTransport:
         self.everyone = tuple(range(self.world_size))
         self.device, self.timeout_s = device, timeout_s
         self.limit = timedelta(seconds=timeout_s)
-        self.maximum = maximum_options()
         self.control = control
         self.groups: dict[tuple[int, ...], Group] = {}
         self.own_groups: list[Group] = [control]
@@ -179,6 +179,10 @@ class GroupTransport:
         self.check()
         return Agreement(self, problem, step)
 
+    def sum_of_all(self, small: Tensor) -> GroupHandle:
+        """Start a sum of a small tensor in host memory over all ranks."""
+        return GroupHandle(self, self.control.allreduce([small]), small, self.everyone)
+
     def check(self) -> None:
         """Raise if this transport is of no more use, or another rank has failed."""
         if self.broken is not None:
@@ -191,7 +195,7 @@ class GroupTransport:
         if not 0 <= peer < self.world_size:
             raise TransportError(f"rank {self.rank} cannot reach rank {peer}: there are {self.world_size} ranks")
 
-    def explain(self, error: RuntimeError, what: str, waits_for: str) -> NoReturn:
+    def explain(self, error: RuntimeError | OSError, what: str, waits_for: str) -> NoReturn:
         """Turn a failed wait into an error that says who failed, and let all ranks end."""
         place = f"rank {self.rank} waited in {what or 'a wait'} for {waits_for}"
         timed_out = "timed out" in str(error).lower()
@@ -238,19 +242,32 @@ class GroupTransport:
 
 
 class GlooTransport(GroupTransport):
-    """Messages and sums of tensors in host memory over Gloo."""
+    """Messages of tensors in host memory over Gloo; sums too, or through shared memory on one machine."""
+
+    shares_memory: ClassVar[bool] = True
 
     def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
+        self.shared: dict[tuple[int, ...], SharedSum | None] = {}
+        self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in range(dist.get_world_size())}
         super().__init__(control, device, timeout_s, host)
         self.messages: Group = self.control
-        self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in self.everyone}
+        self.prepare([self.everyone])
 
     def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
         """Create the groups; pairs need nothing."""
         self.check()
-        for ranks in groups:
-            if ranks not in self.groups and len(ranks) > 1:
-                self.groups[ranks] = self.new_group(ranks, "gloo")
+        fresh = [ranks for ranks in groups if len(ranks) > 1 and ranks not in self.groups and ranks not in self.shared]
+        if fresh and self.shares_memory:
+            self.shared |= meet_all(
+                fresh, self.rank, self.timeout_s, lambda data: gather(self.control, data, self.finish)
+            )
+        for ranks in fresh:
+            if ranks not in self.shared:
+                self.groups[ranks] = self.control if ranks == self.everyone else self.new_group(ranks, "gloo")
+
+    def sum_of_all(self, small: Tensor) -> GroupHandle:
+        """Start a sum of a small tensor over all ranks."""
+        return self.start_sum(small, self.everyone) if self.world_size > 1 else super().sum_of_all(small)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[Tensor]:
         """Start sending."""
@@ -312,21 +329,35 @@ class GlooTransport(GroupTransport):
 
     def start_sum(self, plain: Tensor, ranks: tuple[int, ...]) -> GroupHandle:
         """Start summing contiguous host memory in place."""
-        if plain.dtype in NOT_SUMMED:
+        self.check_prepared(ranks)
+        shared = self.shared.get(ranks)
+        if shared is None and plain.dtype in NOT_SUMMED:
             raise TransportError(f"gloo cannot sum {plain.dtype}; convert to torch.int32 or a floating dtype")
-        group = self.group_of(ranks)
         try:
-            work = group.allreduce([plain])
-        except RuntimeError as error:
+            work = self.groups[ranks].allreduce([plain]) if shared is None else shared.start(plain)
+        except (RuntimeError, OSError) as error:
             self.explain(error, "a sum", describe(ranks))
         return GroupHandle(self, work, plain, ranks)
 
-    def group_of(self, ranks: tuple[int, ...]) -> Group:
-        """Find a prepared group."""
-        group = self.groups.get(ranks)
-        if group is None:
+    def check_prepared(self, ranks: tuple[int, ...]) -> None:
+        """Raise if the group was not prepared."""
+        if self.shared.get(ranks) is None and ranks not in self.groups:
             raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
-        return group
+
+    def break_all(self) -> None:
+        """End every wait on our groups and our shared sums."""
+        for shared in list(self.shared.values()):
+            if shared is not None:
+                shared.end()
+        super().break_all()
+
+    def close(self) -> None:
+        """Give back shared memory, and destroy our own groups."""
+        for shared in self.shared.values():
+            if shared is not None:
+                shared.close()
+        self.shared.clear()
+        super().close()
 
     def drain(self, what: str = "end of step") -> None:
         """Wait for all sends."""
@@ -360,13 +391,6 @@ def break_group(group: Group) -> None:
         group.recv([torch.empty(1)], others[0], BREAK_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         pass  # as intended
-
-
-def maximum_options() -> Any:
-    """Say that a sum is to be a maximum instead."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    return options
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Group:

@@ -183,7 +183,7 @@ class HostStagedTransport(GlooTransport):
         self.check()
         if len(ranks) == 1 or tensor.numel() == 0:
             return Done(tensor)
-        self.group_of(ranks)
+        self.check_prepared(ranks)
         host, copied = self.staging.to_host(plain_tensor(tensor))
         handle = StagedHandle(self, tensor, describe([rank for rank in ranks if rank != self.rank]))
         self.jobs.put((copied, lambda: self.start_sum(host, ranks), handle))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from .lifeline import own_host
 from .links import Measured, describe_cluster, machines_of, measure
 from .local_transport import local_transports
 from .nccl_transport import NcclTransport
+from .shared_sum import machine_name
 from .transport import Data, Transport
 
 TIMEOUT_S = 300.0
@@ -116,15 +116,6 @@ def own_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def machine_name() -> str:
-    """Name this machine so that no other has the name: containers may share host names."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
 
 
 def machine_memory_bytes() -> int | None:

@@ -14,7 +14,9 @@ which all of it is killed; so is everything when the test process ends, however 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import importlib
 import os
 import pickle
 import select
@@ -32,6 +34,7 @@ from typing import IO, Any, NoReturn
 
 TESTS = Path(__file__).resolve().parent
 GRACE_S = 5.0
+PRELOADED = ("torch", "torch.distributed", "pytest", "hypothesis", "efftra_fx.runtime.launch", "efftra_fx.api")
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -138,11 +141,12 @@ def free_port() -> int:
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer requests until there are no more: the nursery's own life."""
-    import torch
-    import torch.distributed  # noqa: F401  imported here so that ranks need not
-
-    torch.set_num_threads(1)
     while isinstance(request := read(requests), Request):
+        sys.path[:] = request.paths
+        for name in PRELOADED:
+            with contextlib.suppress(Exception):  # the ranks will meet it too, and say so
+                importlib.import_module(name)
+        sys.modules["torch"].set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             write(replies, Brood(request, Path(folder)).raise_all(requests))
 
@@ -211,7 +215,6 @@ class Brood:
             "MASTER_PORT": str(self.port),
             **self.request.environment,
         }
-        sys.path[:] = self.request.paths
         with open(self.folder / f"{rank}.txt", "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)

@@ -20,7 +20,7 @@ from efftra_fx.errors import RankFailed, TransportError, TransportTimeout
 from efftra_fx.runtime.local_transport import LocalTransport, local_transports, run_all
 from efftra_fx.runtime.transport import Incoming, Outgoing, Transport, result_of
 
-KINDS = ("gloo", "staged", "pairwise")
+KINDS = ("shared", "gloo", "staged", "pairwise")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def again(transport: Transport) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["gloo", "staged"])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "staged"])
 def test_an_error_of_one_rank_ends_all_with_that_error(kind: str) -> None:
     outcomes = outcomes_of(fail_somehow, 4, "raise", kind, limit_s=20)
     assert outcomes[2].value[:2] == ("ValueError", "boom")
@@ -235,16 +235,18 @@ def test_an_error_of_one_rank_ends_all_with_that_error(kind: str) -> None:
         assert later.startswith("RankFailed: rank 2 failed: ValueError: boom")
 
 
-def test_a_killed_rank_ends_all_with_its_number() -> None:
-    outcomes = outcomes_of(fail_somehow, 4, "kill", limit_s=20)
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_killed_rank_ends_all_with_its_number(kind: str) -> None:
+    outcomes = outcomes_of(fail_somehow, 4, "kill", kind, limit_s=20)
     assert outcomes[2].status == -signal.SIGKILL
     for rank in (0, 1, 3):
         name, text, _ = outcomes[rank].value
         assert name == "RankFailed" and text.startswith("rank 2 was lost: its process ended without a word")
 
 
-def test_a_stuck_rank_ends_the_others_at_the_time_limit() -> None:
-    outcomes = outcomes_of(fail_somehow, 4, "stuck", limit_s=30)
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_stuck_rank_ends_the_others_at_the_time_limit(kind: str) -> None:
+    outcomes = outcomes_of(fail_somehow, 4, "stuck", kind, limit_s=30)
     seen = [outcomes[rank].value for rank in (0, 1, 3)]
     assert any(name == "TransportTimeout" for name, _, _ in seen)
     assert all("but nothing came within 1 s; see what those ranks do, or raise timeout=" in text for _, text, _ in seen)
@@ -343,9 +345,10 @@ def unprepared(kind: str) -> list[str]:
     """Use what was not prepared."""
     transport = connect_over(kind)
     texts = []
+    peer = (transport.rank + 1) % 3
     calls: list[Callable[[], Any]] = [lambda: transport.all_reduce(torch.ones(1), (0, 1))]
     if kind == "pairwise":
-        calls.append(lambda: transport.send(torch.ones(1), 1 - transport.rank, 0))
+        calls.append(lambda: transport.send(torch.ones(1), peer, 0))
     for call in calls:
         try:
             call()
@@ -357,10 +360,11 @@ def unprepared(kind: str) -> list[str]:
 
 
 def test_what_was_not_prepared_is_refused() -> None:
-    assert run_ranks(unprepared, 2, "gloo")[0] == ["ranks 0, 1 cannot sum: call prepare on all ranks first"]
-    assert run_ranks(unprepared, 2, "pairwise")[1] == [
+    for kind in ("shared", "gloo"):
+        assert run_ranks(unprepared, 3, kind)[0] == ["ranks 0, 1 cannot sum: call prepare on all ranks first"]
+    assert run_ranks(unprepared, 3, "pairwise")[1] == [
         "ranks 0, 1 cannot sum: call prepare on all ranks first",
-        "rank 1 cannot reach rank 0: call prepare with their pair first",
+        "rank 1 cannot reach rank 2: call prepare with their pair first",
     ]
 
 
@@ -376,7 +380,7 @@ def spawn_and_hang() -> None:
 
 
 def test_the_time_limit_kills_ranks_and_their_children() -> None:
-    outcomes = outcomes_of(spawn_and_hang, 2, limit_s=1.0)
+    outcomes = outcomes_of(spawn_and_hang, 2, limit_s=5.0)
     assert [outcome.status for outcome in outcomes] == [-signal.SIGKILL] * 2
     for outcome in outcomes:
         assert ended(int(outcome.output.split()[1])), outcome

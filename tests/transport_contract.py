@@ -266,6 +266,12 @@ class PairwiseOverGloo(NcclTransport):
     backend = "gloo"
 
 
+class WithoutSharedMemory(GlooTransport):
+    """Gloo alone, as between machines."""
+
+    shares_memory = False
+
+
 class InstantStaging:
     """Staging without a GPU."""
 
@@ -292,7 +298,8 @@ def connect_over(kind: str, timeout_s: float = 20.0) -> Any:
     host = os.environ["MASTER_ADDR"]
     if kind == "staged":
         return HostStagedTransport(control, CPU, timeout_s, host, InstantStaging())
-    return {"gloo": GlooTransport, "pairwise": PairwiseOverGloo}[kind](control, CPU, timeout_s, host)
+    kinds = {"shared": GlooTransport, "gloo": WithoutSharedMemory, "pairwise": PairwiseOverGloo}
+    return kinds[kind](control, CPU, timeout_s, host)
 
 
 def run_contract(kind: str) -> dict[str, str]:
