@@ -83,9 +83,9 @@ def text(cluster: Cluster) -> bool:
         rows = seen[starts + torch.arange(ROW_BYTES + 1)]
         batches.append((rows[:, :-1], rows[:, 1:]))
 
-    say("\n== text: a small GPT on the standard library's sources, byte by byte ==")
+    say("\n== text: a small GPT on the standard library's sources, byte by byte, in two stages at our wish ==")
     x, y = batches[0]
-    program = compile(model, cluster, example_inputs=(x,), example_target=y, loss_fn=token_loss)
+    program = compile(model, cluster, example_inputs=(x,), example_target=y, loss_fn=token_loss, stages=2)
     before = token_loss(program.evaluate(held[:, :-1]), held[:, 1:]).item()
     train(program, batches, rate=2e-3)
     after = token_loss(program.evaluate(held[:, :-1]), held[:, 1:]).item()
@@ -95,12 +95,14 @@ def text(cluster: Cluster) -> bool:
 
 def train(program: CompiledModel, batches: list[tuple[Tensor, Tensor]], rate: float) -> None:
     """Print the plan, check a step against one device, train, and compare prediction and measurement."""
-    say(program.plan.explain())
-    program.check(*batches[0][:1], target=batches[0][1])
+    say(describe(program))
+    program.check(batches[0][0], target=batches[0][1])
     optimizer = torch.optim.AdamW(program.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     seconds = []
-    bar = tqdm(batches, desc="training", unit="step", disable=not first(), mininterval=1.0)
+    bar = tqdm(
+        batches, desc="training", unit="step", disable=not first(), mininterval=1.0 if sys.stderr.isatty() else 5.0
+    )
     for x, y in bar:
         begin = time.perf_counter()
         loss = program.step(x, target=y)
@@ -108,10 +110,24 @@ def train(program: CompiledModel, batches: list[tuple[Tensor, Tensor]], rate: fl
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        bar.set_postfix(loss=f"{float(loss):.3f}")
+        bar.set_postfix(loss=f"{float(loss):.3f}", refresh=False)
     predicted = program.plan.predicted_step_s
-    told = "no prediction" if predicted is None else f"{predicted * 1e3:.1f} ms predicted"
-    say(f"step time: {statistics.median(seconds) * 1e3:.1f} ms measured (median of {len(seconds)}), {told}")
+    told = "" if predicted is None else f", {predicted * 1e3:.1f} ms predicted"
+    say(f"step time: {statistics.median(seconds) * 1e3:.1f} ms measured (median of {len(seconds)}){told}")
+
+
+def describe(program: CompiledModel) -> str:
+    """Return the plan in the model's own names, and what it and plainer plans cost in the simulator."""
+    plan, planned = program.plan, program.built.planned
+    lines = [f"plan: {plan.micro_batches} micro-batch(es), schedule {plan.schedule}"]
+    for index, stage in enumerate(plan.stages):
+        names = f"{stage.names[0]} to {stage.names[-1]}, {len(stage.blocks)} block(s)"
+        lines.append(f"  stage {index} on ranks {list(stage.devices)}: {names}")
+    if planned is not None:
+        lines.append("predicted step, replayed by the simulator on the measured costs:")
+        steps = [("this plan", planned.step_s), *((other.label, other.step_s) for other in planned.alternatives)]
+        lines += [f"  {seconds * 1e3:8.1f} ms  {label}" for label, seconds in steps]
+    return "\n".join([*lines, *plan.explain().splitlines()])
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
