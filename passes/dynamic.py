@@ -4,7 +4,8 @@ For a bound P on the period (the slowest stage or channel), built from the last 
 to the first, over (first block i, first device position o, devices d of the first stage):
 
     x(stage + suffix) = x + f + b + c + c'         one micro-batch there and back
-    y(stage + suffix) = max(y + f + c,  x(stage + suffix) + a)      with the all-reduces
+    y(stage + suffix) = max(y + f + c (+ a),  x(stage + suffix) + a)      with the all-reduces
+                        (+ a where all of them share the machines' ports)
 
 and the step is (m - 1) P + y (`formulas.py`; y is never below x). A suffix of k stages must
 have x <= K P for the K micro-batches it may keep in flight, so k is part of the state; and
@@ -37,6 +38,7 @@ class StageCosts:
     forward_s: Floats
     backward_s: Floats
     extra_s: Floats
+    turn_s: Floats  # all-reduce that waits for those of later stages, where all share the machines' ports
     way: Ints
     fixed_bytes: Floats
     flying_bytes: Floats
@@ -69,6 +71,7 @@ class Program:
     def __init__(self, search: Search, pricer: Pricer, positions: Ints, layers: int) -> None:
         self.search, self.pricer, self.layout = search, pricer, pricer.layout
         self.positions, self.layers = positions, layers
+        self.crowded = pricer.layout.shared_groups or not pricer.layout.in_line
         self.set_order(gpipe=search.request.schedule == "gpipe")
         self.each_way = pricer.layout.limited and len(search.table.ways) > 1
         self.costs: dict[tuple[object, ...], tuple[StageCosts, ...]] = {}
@@ -109,7 +112,7 @@ class Program:
         way = table.ways[index]
         size = len(self.positions)
         grid = (size, size)
-        arrays = [np.full(size * size, np.inf) for _ in range(5)]
+        arrays = [np.full(size * size, np.inf) for _ in range(6)]
         if count % way.tensor == 0:
             low, high = self.low[self.pairs][:, None], self.high[self.pairs][:, None]
             shape = low.shape
@@ -122,16 +125,17 @@ class Program:
                 batch, low, high, starts, stops, rows, np.zeros(shape, dtype=bool), width
             )
             spans = (replicas > 1) & layout.spans(starts, counts)
-            _, extra = pricer.reducing(batch, low, high, starts, stops, rows, replicas, gradients, backward, spans)
+            takes, extra = pricer.reducing(batch, low, high, starts, stops, rows, replicas, gradients, backward, spans)
             edges = (table.cut_bytes[low] + table.cut_bytes[high]) * rows
             held = parameters + (1 + table.rules.optimizer_bytes_per_parameter_byte) * gradients
             held = held + rows * working + 2 * edges
             flying = rows * saved + (table.cut_bytes[low] * rows if way.recompute else 0.0)
             forward = np.where(forward < IMPOSSIBLE, forward, np.inf)
-            for target, source in zip(arrays, (forward, backward, extra, held, flying), strict=True):
+            turn = np.where(spans & self.crowded, takes, 0.0)
+            for target, source in zip(arrays, (forward, backward, extra, turn, held, flying), strict=True):
                 target[self.pairs] = source[:, 0]
-        forward, backward, extra, held, flying = (array.reshape(grid) for array in arrays)
-        return StageCosts(forward, backward, extra, np.full(grid, index), held, flying)
+        forward, backward, extra, turn, held, flying = (array.reshape(grid) for array in arrays)
+        return StageCosts(forward, backward, extra, turn, np.full(grid, index), held, flying)
 
     def stack(self, o: int) -> tuple[StageCosts, ...]:
         """The costs of 1, 2, … devices from position o on: arrays (devices, positions, positions)."""
@@ -242,7 +246,7 @@ class Program:
         if self.pricer.micro_batches > 1:
             deepest = self.depth[1 : layers + 1] * period_s
             ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
-        new_y = best_y[:, :, None, :] + cost.forward_s[:stop, None]
+        new_y = best_y[:, :, None, :] + (cost.forward_s + cost.turn_s)[:stop, None]
         np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop])[:, None], out=new_y)
         np.copyto(new_y, np.inf, where=~(through[:, None] <= ceiling[:, :, None, :]))
         if self.layout.limited:

@@ -113,19 +113,18 @@ def reduced(prices: Prices, ends: Floats, layout: Layout, meet: bool) -> Floats:
     stages = ends.shape[1]
     last: Floats = (ends + prices.extra_s).max(axis=1)
     sharing = prices.spans.sum(axis=1) > 1
-    if not meet or not sharing.any() or not layout.in_line:
+    if not meet or not sharing.any():
         return last
     picked = np.nonzero(sharing)[0]
     end, extra, takes = ends[picked], prices.extra_s[picked], prices.reduce_s[picked]
     spans, first, stop = prices.spans[picked], prices.first[picked], prices.stop[picked]
-    low = layout.machine[np.minimum(first, layout.size - 1)]
-    high = layout.machine[np.maximum(stop - 1, 0)]
     done = np.zeros(end.shape)
     for stage in range(stages - 1, -1, -1):
         start = end[:, stage] + extra[:, stage] - takes[:, stage]
         for later in range(stage + 1, min(stages, stage + 9)):
             both = spans[:, stage] & spans[:, later]
-            both = both & (layout.shared_groups | (high[:, stage] >= low[:, later]))
+            if not layout.shared_groups:
+                both &= layout.meet(first[:, stage], stop[:, stage], first[:, later], stop[:, later])
             start = np.where(both, np.maximum(start, done[:, later]), start)
         done[:, stage] = np.where(takes[:, stage] > 0, start + takes[:, stage], end[:, stage])
     last[picked] = done.max(axis=1)

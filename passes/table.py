@@ -200,9 +200,19 @@ class Layout:
         self.changes = np.concatenate([[0, 0], np.cumsum(self.machine[1:] != self.machine[:-1])]).astype(np.int64)
         self.starts = np.array([int(np.argmax(self.machine == one)) for one in range(len(names))], dtype=np.int64)
         self.in_line = bool((np.diff(self.machine) >= 0).all())
+        self.masks = machine_masks(self.machine) if not self.in_line and len(names) <= 62 else None
         counts = [prefix((self.device_class == one).astype(float)) for one in range(len(table.classes))]
         self.class_counts = np.stack(counts)
         self.uniform = len(table.classes) == 1
+
+    def meet(self, first: Ints, stop: Ints, other_first: Ints, other_stop: Ints) -> NDArray[np.bool_]:
+        """Whether two runs of positions, the first before the other, have a machine in common; unknown counts as yes."""
+        if self.in_line:
+            low = self.machine[np.minimum(other_first, self.size - 1)]
+            return np.asarray(self.machine[np.maximum(stop - 1, 0)] >= low)
+        if self.masks is None:
+            return np.ones(first.shape, dtype=bool)
+        return np.asarray(self.masks[first, stop] & self.masks[other_first, other_stop] != 0)
 
     def spans(self, first: Ints, count: Ints) -> NDArray[np.bool_]:
         """Whether the ring over all copies of a run of positions leaves a machine."""
@@ -212,3 +222,13 @@ class Layout:
     def devices(self, first: int, count: int) -> tuple[int, ...]:
         """The devices of a stage on these positions, copy after copy."""
         return tuple(device for group in self.order for device in group[first : first + count])
+
+
+def machine_masks(machine: Ints) -> Ints:
+    """For each run [first, stop) of positions, the machines in it as bits."""
+    size = len(machine)
+    masks = np.zeros((size + 1, size + 1), dtype=np.int64)
+    for first in range(size):
+        for stop in range(first, size):
+            masks[first, stop + 1] = masks[first, stop] | np.int64(1) << machine[stop]
+    return masks
