@@ -90,7 +90,7 @@ class Program:
         self.pair = IMPOSSIBLE if free else multiplicity + 1.0
         self.depth = np.where(free, IMPOSSIBLE, stages if multiplicity == 1 else 2.0 * stages - 1)
         least = 2 * stages - 1 if self.search.request.in_flight == 2 else stages
-        self.held = np.minimum(micro_batches, micro_batches if gpipe else least)
+        self.held = np.full(self.layers, micro_batches) if gpipe else np.minimum(micro_batches, least)
 
     def stage(self, first: int, count: int) -> tuple[StageCosts, ...]:
         """Costs of every interval on positions [first, first + count), shared between equal runs of devices."""
