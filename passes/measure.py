@@ -26,7 +26,7 @@ from efftra_fx.program import Value
 from .blocks import block_names, chain_nodes, size_at
 from .shapes import elements, operations
 from .split import AssignStages, StageGraph, split_stages, wire
-from .stage_code import Example, Flags, ForwardCode, TrainingCode, example_of, stage_code
+from .stage_code import Example, Flags, ForwardCode, Fresh, TrainingCode, example_of, stage_code
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 _ASSUMED_OPERATIONS_PER_S = 2e10
@@ -171,7 +171,7 @@ def _time(
                     for o, flag in zip(outputs, graph.flags.outputs, strict=True)
                 ]
                 before = _now(device)
-                code.backward(saved, gradients)
+                code.backward(saved, gradients, Fresh(len(graph.flags.parameters)), False)
                 after = _now(device)
             else:
                 before = after = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from efftra_fx.emit import Emitted, emit
 from efftra_fx.meta import ROLE, Role
 from efftra_fx.program import Value
 
-from .differentiate import Differentiated, differentiate
+from .differentiate import Differentiated, Part, differentiate
 from .split import StageGraph
 
 Example = Callable[[Role, int], Any]  # a meta tensor for what a placeholder gets at this number of rows
@@ -39,47 +39,97 @@ class TrainingCode:
         self.values = [i for i, role in enumerate(r for r in roles if r.kind == "value") if flags.values[i]]
         self.count = sum(role.kind == "value" for role in roles)
         self.places = [i for i, flag in enumerate(flags.parameters) if flag]
+        shapes = [example(r, rows) for r in roles if r.kind == "parameter"]
+        large = sum(
+            shapes[self.places[p.weight]].numel() * shapes[self.places[p.weight]].element_size()
+            for p in self.parts.products
+        )
+        self.patience = max(2, large // max(self.parts.terms_bytes, 1))
 
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]:
         outputs, stash = self.parts.forward.function(operands)
         return outputs, stash
 
-    def backward(
-        self, saved: Any, gradients: list[Tensor | None]
-    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        values, weights = self.parts.backward.function(saved, self._incoming(gradients))
-        return self._spread(values, self.values, self.count), self._spread(weights, self.places, self.flags.width)
+    def backward(self, saved: Any, gradients: list[Tensor | None], sums: Sums, defer: bool) -> Sequence[Tensor | None]:
+        part = self.parts.backward_deferring if defer and self.parts.products else self.parts.backward
+        results = self._weights(part, (saved, self._incoming(gradients)), 1, sums)
+        return self._spread(results[0])
 
     def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> tuple[Sequence[Tensor | None], Any]:
         values, kept = self.parts.backward_input.function(saved, self._incoming(gradients))
-        return self._spread(values, self.values, self.count), kept
+        return self._spread(values), kept
 
-    def backward_weight(self, kept: Sequence[Any]) -> Sequence[Tensor | None]:
-        total: list[Tensor | None] = []
-        for one in kept:
-            weights = self._spread(self.parts.backward_weight.function(one), self.places, self.flags.width)
-            total = list(weights) if not total else [_add(a, b) for a, b in zip(total, weights, strict=True)]
-        return total
+    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> None:
+        part = self.parts.weight_deferring if defer and self.parts.products else self.parts.backward_weight
+        self._weights(part, (kept,), 0, sums)
+
+    def finish(self, terms: Sequence[Any], sums: Sums) -> None:
+        """Compute the gradients that waited for these micro-batches."""
+        for index, product in enumerate(self.parts.products):
+            place = self.places[product.weight]
+            lefts, rights = [one[2 * index] for one in terms], [one[2 * index + 1] for one in terms]
+            held = sums.tensors[place]
+            if held is not None and not sums.filled[place]:
+                product.join(lefts, rights, held.zero_())
+            else:
+                sums.tensors[place] = product.join(lefts, rights, held)
+            sums.filled[place] = True
+
+    def _weights(self, part: Part, operands: tuple[Any, ...], group: int, sums: Sums) -> Sequence[Any]:
+        """Run a part whose outputs `group` are weight gradients, and see them added to the sums."""
+        offset = sum(part.gives[:group])
+        places = [self.places[index - offset] for index in part.weights]
+        held = [sums.tensors[place] for place in places]
+        ready = [sums.filled[place] for place in places]
+        if places and all(tensor is not None for tensor in held) and (all(ready) or not any(ready)):
+            results = (part.accumulate if ready[0] else part.overwrite)(*operands, held)
+        else:
+            results = part.function(*operands)
+            weights = results[group] if len(part.gives) > 1 else results
+            for place, index in zip(places, part.weights, strict=True):
+                sums.put(place, weights[index - offset])
+        for place in places:
+            sums.filled[place] = True
+        if len(part.gives) > group + 1:
+            sums.terms.setdefault(id(self), []).append(results[-1])
+        return results if len(part.gives) > 1 else (results,)
 
     def _incoming(self, gradients: list[Tensor | None]) -> list[Tensor]:
         return [g for g, flag in zip(gradients, self.flags.outputs, strict=True) if flag and g is not None]
 
-    @staticmethod
-    def _spread(found: Sequence[Tensor | None], places: Sequence[int], width: int) -> list[Tensor | None]:
-        result: list[Tensor | None] = [None] * width
-        for place, tensor in zip(places, found, strict=True):
+    def _spread(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        result: list[Tensor | None] = [None] * self.count
+        for place, tensor in zip(self.values, found, strict=True):
             result[place] = tensor
         return result
 
 
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a.add_(b)
+class Sums(Protocol):
+    """The sums of a step's weight gradients, by place; see the runtime's `weights`."""
+
+    tensors: list[Tensor | None]
+    filled: list[bool]
+    terms: dict[int, list[Any]]
+
+    def put(self, place: int, gradient: Tensor) -> None: ...
+
+
+class Fresh:
+    """Sums of one micro-batch alone, kept just long enough to be timed."""
+
+    def __init__(self, width: int) -> None:
+        self.tensors: list[Tensor | None] = [None] * width
+        self.filled = [False] * width
+        self.terms: dict[int, list[Any]] = {}
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        self.tensors[place] = gradient
 
 
 class ForwardCode:
     """A stage that only runs forward: evaluation, and stages with nothing to train."""
+
+    patience = 1
 
     def __init__(self, function: Emitted) -> None:
         self.function = function
@@ -87,12 +137,16 @@ class ForwardCode:
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]:
         return self.function(operands), None
 
-    def backward(self, saved: Any, gradients: list[Tensor | None]) -> Any:
+    def backward(self, saved: Any, gradients: list[Tensor | None], sums: Sums, defer: bool) -> Any:
         raise AssertionError("a stage without gradients has no backward")
 
-    backward_input = backward
+    def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> Any:
+        raise AssertionError("a stage without gradients has no backward")
 
-    def backward_weight(self, kept: Sequence[Any]) -> Any:
+    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> None:
+        raise AssertionError("a stage without gradients has no backward")
+
+    def finish(self, terms: Sequence[Any], sums: Sums) -> None:
         raise AssertionError("a stage without gradients has no backward")
 
 

@@ -42,6 +42,7 @@ from efftra_fx.program_text import print_instruction
 
 from .parts import Pieces, assemble, gather_parts, rows_of
 from .transport import Handle, Incoming, Outgoing, Transport, result_of
+from .weights import Gradients, StepGradients, Sums
 
 Waiting = Generator[tuple[Handle[Any], str], None, Any]
 
@@ -49,22 +50,27 @@ Waiting = Generator[tuple[Handle[Any], str], None, Any]
 class StageCode(Protocol):
     """What a stage computes for a part with a fixed number of rows.
 
-    `forward` takes one operand a role and returns the outputs and what the backward
-    needs; the backwards take that and one gradient an output (None: none comes in) and
-    return gradients of the values that the stage reads, and of its parameters, in the
-    order of the roles (None: none). `backward_weight` takes what `backward_input` kept,
-    for several parts at once.
+    `forward` takes one operand a role and returns the outputs and what the backward needs. The
+    backwards take that and one gradient an output (None: none comes in), return gradients of the
+    values that the stage reads (None: none), and add those of its parameters to the sums. With
+    `defer`, gradients that are cheaper computed over several micro-batches at once leave their
+    terms in `sums.terms`, under this object's id, until `finish`.
     """
 
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]: ...
 
     def backward(
-        self, saved: Any, gradients: list[Tensor | None]
-    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]: ...
+        self, saved: Any, gradients: list[Tensor | None], sums: Sums, defer: bool
+    ) -> Sequence[Tensor | None]: ...
 
     def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> tuple[Sequence[Tensor | None], Any]: ...
 
-    def backward_weight(self, kept: Sequence[Any]) -> Sequence[Tensor | None]: ...
+    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> None: ...
+
+    def finish(self, terms: Sequence[Any], sums: Sums) -> None: ...
+
+    @property
+    def patience(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class _Step:
 
     batch: Batch
     seed: int
+    gradients: StepGradients
     seeds: Mapping[str, Tensor] = field(default_factory=dict)
     constant: Tensor | None = None
     operands: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -153,7 +160,6 @@ class _Step:
     parts: dict[str, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
     loss: Tensor | None = None
     reduced: Handle[Tensor] | None = None
-    sums: list[tuple[Handle[Tensor], tuple[str, ...]]] = field(default_factory=list)
 
 
 Action = Callable[[_Step], "Waiting | None"]
@@ -179,11 +185,17 @@ class Executor:
         self.names = {name: index for index, name in enumerate(sorted(values))}
         self.cells = {i.micro_batch: (i.start, i.stop) for i in program.instructions if isinstance(i, Load)}
         self.last_sends = _last_sends(program.instructions)
+        makers = [k for k, i in enumerate(program.instructions) if isinstance(i, Backward | BackwardWeight)]
+        self.several, self.last_maker = len(makers) > 1, makers[-1] if makers else -1
+        names = [role.name for role in work.roles if role.kind == "parameter"] if work is not None else []
+        reduces = [i for i in program.instructions if isinstance(i, AllReduce)]
+        strides = {name: tensor.stride() for name, tensor in tensors.parameters.items()}
+        self.gradients = Gradients(names, reduces, shapes, strides, self.device)
         self.actions = list(self._close(program.instructions))
 
     def run(self, batch: Batch, seed: int = 0) -> Generator[tuple[Handle[Any], str], None, StepResult]:
         """Run one step; yields where this rank would have to wait for ranks of the same process."""
-        step = _Step(batch, seed)
+        step = _Step(batch, seed, self.gradients.start())
         timeline: list[tuple[int, float, float]] = []
         clock = self.clock
         with torch.no_grad():
@@ -219,22 +231,22 @@ class Executor:
             if group:
                 yield index - 1, [], self._messages(group)
                 group = []
-            yield index, needed.get(index, []), self._action(instruction)
+            yield index, needed.get(index, []), self._action(instruction, index == self.last_maker)
         if group:
             yield len(instructions) - 1, [], self._messages(group)
 
-    def _action(self, instruction: Instruction) -> Action:
+    def _action(self, instruction: Instruction, last: bool) -> Action:
         match instruction:
             case Load():
                 return self._load(instruction)
             case Forward(micro_batch=micro_batch):
                 return self._forward(micro_batch)
             case Backward(micro_batch=micro_batch):
-                return self._backward(micro_batch)
+                return self._backward(micro_batch, last)
             case BackwardInput(micro_batch=micro_batch):
                 return self._backward_input(micro_batch)
             case BackwardWeight(micro_batches=micro_batches):
-                return self._backward_weight(micro_batches)
+                return self._backward_weight(micro_batches, last)
             case AllReduce():
                 return self._all_reduce(instruction)
             case Join():
@@ -253,9 +265,10 @@ class Executor:
         sends = [m for m in group if isinstance(m, Send)]
         incoming = [Incoming(m.shape, getattr(torch, m.dtype), self.device, m.peer, self._tag(m)) for m in recvs]
         transport, exchange = self.transport, len(group) > 1
+        leaving = [(m, m.peer, self._tag(m), m in self.last_sends) for m in sends]
 
         def act(step: _Step) -> None:
-            outgoing = [Outgoing(self._take(step, m), m.peer, self._tag(m)) for m in sends]
+            outgoing = [Outgoing(self._take(step, m, last), peer, tag) for m, peer, tag, last in leaving]
             if exchange:
                 _, handles = transport.exchange(outgoing, incoming)
             else:
@@ -270,10 +283,10 @@ class Executor:
     def _tag(self, message: Message) -> int:
         return (message.micro_batch * len(self.names) + self.names[message.value]) * 2 + message.gradient
 
-    def _take(self, step: _Step, message: Send) -> Tensor:
+    def _take(self, step: _Step, message: Send, last: bool) -> Tensor:
         """Return the rows that a message carries, contiguous; the last message lets the tensor go."""
         key = _key(message)
-        tensor = step.outgoing.pop(key) if message in self.last_sends else step.outgoing[key]
+        tensor = step.outgoing.pop(key) if last else step.outgoing[key]
         value = self.values[message.value]
         if value.kind == "rows":
             first, stop = self.cells[message.micro_batch]
@@ -381,16 +394,17 @@ class Executor:
         gradients.extend([None] * len(work.buffers))
         return gradients
 
-    def _backward(self, micro_batch: int) -> Action:
+    def _backward(self, micro_batch: int, last: bool) -> Action:
         assert self.work is not None
         first, stop = self.cells[micro_batch]
-        code = self.work.code(stop - first)
+        code, defer = self.work.code(stop - first), self.several
 
         def act(step: _Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
-            values, weights = code.backward(step.saved.pop(micro_batch), gradients)
+            sums = step.gradients.open(code)
+            values = code.backward(step.saved.pop(micro_batch), gradients, sums, defer)
             self._give_values(step, micro_batch, values)
-            self._add_weights(step, weights)
+            step.gradients.close(last)
 
         return act
 
@@ -406,13 +420,15 @@ class Executor:
 
         return act
 
-    def _backward_weight(self, micro_batches: tuple[int, ...]) -> Action:
+    def _backward_weight(self, micro_batches: tuple[int, ...], last: bool) -> Action:
         assert self.work is not None
-        rows = sum(self.cells[m][1] - self.cells[m][0] for m in micro_batches)
-        code = self.work.code(rows)
+        codes = [self.work.code(self.cells[m][1] - self.cells[m][0]) for m in micro_batches]
+        defer = self.several
 
         def act(step: _Step) -> None:
-            self._add_weights(step, code.backward_weight([step.kept.pop(m) for m in micro_batches]))
+            for micro_batch, code in zip(micro_batches, codes, strict=True):
+                code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), defer)
+            step.gradients.close(last)
 
         return act
 
@@ -423,30 +439,11 @@ class Executor:
             if gradient is not None:
                 step.outgoing[name, micro_batch, True] = gradient
 
-    def _add_weights(self, step: _Step, gradients: Sequence[Tensor | None]) -> None:
-        assert self.work is not None
-        names = [role.name for role in self.work.roles if role.kind == "parameter"]
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is None:
-                continue
-            before = step.weights.get(name)
-            step.weights[name] = gradient if before is None else before.add_(gradient)
-
     def _all_reduce(self, reduce: AllReduce) -> Action:
-        transport, shapes = self.transport, self.shapes
+        transport = self.transport
 
         def act(step: _Step) -> None:
-            flats = []
-            for name in reduce.parameters:
-                gradient = step.weights.get(name)
-                if gradient is None:
-                    shape, dtype = shapes[name]
-                    gradient = torch.zeros(shape, dtype=dtype, device=self.device)
-                flats.append(gradient.reshape(-1))
-            flat = flats[0].clone() if len(flats) == 1 else torch.cat(flats)
-            step.sums.append((transport.all_reduce(flat, reduce.ranks), reduce.parameters))
-            for name in reduce.parameters:
-                step.weights.pop(name, None)
+            step.gradients.reduce(reduce, transport)
 
         return act
 
@@ -483,18 +480,7 @@ class Executor:
         transport = self.transport
 
         def act(step: _Step) -> Waiting:
-            for handle, names in step.sums:
-                while not handle.ready():
-                    yield handle, "all_reduce " + names[0]
-                flat = handle.wait("all_reduce " + names[0])
-                at = 0
-                for name in names:
-                    shape, _ = self.shapes[name]
-                    size = 1
-                    for extent in shape:
-                        size *= extent
-                    step.weights[name] = flat[at : at + size].view(shape)
-                    at += size
+            step.weights = yield from step.gradients.results()
             if step.reduced is not None:
                 while not step.reduced.ready():
                     yield step.reduced, "reduce_loss"

@@ -1,0 +1,193 @@
+"""Sums of weight gradients over a step's micro-batches, laid out for the all-reduces that follow.
+
+Gradients that are all-reduced together live in one flat tensor from the start, so that nothing
+is copied before the sum. A micro-batch's gradients are written there first and added later.
+
+    flat   | layer.weight ............ | layer.bias .. | other.weight ....... |
+             ^ sums["layer.weight"]      ^ sums["layer.bias"]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from efftra_fx.program import AllReduce
+
+from .transport import Handle, Transport, result_of
+
+
+@dataclass
+class Sums:
+    """One step's sums, in the order of the stage's parameters; where not `filled`, a tensor holds nothing yet."""
+
+    tensors: list[Tensor | None]
+    filled: list[bool]
+    terms: dict[int, list[Any]] = field(default_factory=dict)  # what gradients wait for, by maker
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient that was computed apart."""
+        held = self.tensors[place]
+        if held is None:
+            self.tensors[place] = gradient
+        elif self.filled[place]:
+            held.add_(gradient)
+        else:
+            held.copy_(gradient)
+        self.filled[place] = True
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter's gradient lies in a bucket."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the gradient inside a bucket, laid out like its weight."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are all-reduced together."""
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(slot.size for slot in self.slots)
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """Return a new flat tensor for one step."""
+        return torch.empty(self.size, dtype=self.dtype, device=device)
+
+
+def make_bucket(
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    strides: Mapping[str, tuple[int, ...]],
+) -> Bucket:
+    """Lay parameters one behind another; a dense weight keeps its strides, any other lies contiguous."""
+    slots, at = [], 0
+    for name in names:
+        shape = shapes[name][0]
+        slots.append(Slot(name, at, shape, _dense(shape, strides.get(name))))
+        at += math.prod(shape)
+    return Bucket(tuple(slots), shapes[names[0]][1])
+
+
+def _dense(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return these strides if they cover exactly the shape's elements, else those of a contiguous tensor."""
+    if stride is not None:
+        expected = 1
+        for step, extent in sorted(zip(stride, shape, strict=True)):
+            if extent != 1 and step != expected:
+                break
+            expected *= extent
+        else:
+            return stride
+    result: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        result.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(result))
+
+
+class Finisher(Protocol):
+    """What makes the gradients that waited for several micro-batches."""
+
+    patience: int  # for how many micro-batches they may wait before their terms cost more memory than a gradient
+
+    def finish(self, terms: Sequence[Any], sums: Sums) -> None: ...
+
+
+class Gradients:
+    """How one rank's weight gradients are laid out and reduced; `names` are its stage's parameters by place."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        reduces: Sequence[AllReduce],
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        strides: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        self.names, self.device = tuple(names), device
+        self.place = {name: index for index, name in enumerate(names)}
+        self.buckets = {reduce: make_bucket(reduce.parameters, shapes, strides) for reduce in reduces}
+
+    def start(self) -> StepGradients:
+        """Return the empty sums of one step."""
+        return StepGradients(self)
+
+
+class StepGradients:
+    """One step's gradients: sums while micro-batches run, then buckets on their way, then results."""
+
+    def __init__(self, layout: Gradients) -> None:
+        self.layout = layout
+        self.sums = Sums([None] * len(layout.names), [False] * len(layout.names))
+        self.flats: dict[AllReduce, Tensor] = {}
+        self.makers: dict[int, Finisher] = {}
+        self.under_way: list[tuple[AllReduce, Handle[Tensor]]] = []
+
+    def open(self, maker: Finisher) -> Sums:
+        """Return the sums for one more micro-batch; the buckets are laid out at the first."""
+        self.makers[id(maker)] = maker
+        if not self.flats:
+            for reduce, bucket in self.layout.buckets.items():
+                flat = self.flats[reduce] = bucket.allocate(self.layout.device)
+                for slot in bucket.slots:
+                    self.sums.tensors[self.layout.place[slot.name]] = slot.view(flat)
+        return self.sums
+
+    def close(self, last: bool) -> None:
+        """Compute gradients that have waited long enough; behind the last micro-batch all that wait."""
+        for key, terms in self.sums.terms.items():
+            maker = self.makers[key]
+            if terms and (last or len(terms) >= maker.patience):
+                maker.finish(terms, self.sums)
+                terms.clear()
+
+    def reduce(self, reduce: AllReduce, transport: Transport) -> None:
+        """Start a bucket's all-reduce; parameters without a gradient here count as zeros."""
+        bucket = self.layout.buckets[reduce]
+        flat = self.flats.pop(reduce, None)
+        if flat is None:
+            flat = bucket.allocate(self.layout.device).zero_()
+        else:
+            for slot in bucket.slots:
+                if not self.sums.filled[self.layout.place[slot.name]]:
+                    slot.view(flat).zero_()
+        for slot in bucket.slots:
+            self.sums.tensors[self.layout.place[slot.name]] = None
+        self.under_way.append((reduce, transport.all_reduce(flat, reduce.ranks)))
+
+    def results(self) -> Generator[tuple[Handle[Any], str], None, dict[str, Tensor]]:
+        """Wait for all sums and return the gradients by name."""
+        found: dict[str, Tensor] = {}
+        for reduce, handle in self.under_way:
+            what = f"all_reduce of '{reduce.parameters[0]}'"
+            flat = yield from result_of(handle, what)
+            found.update({slot.name: slot.view(flat) for slot in self.layout.buckets[reduce].slots})
+        for name, tensor, filled in zip(self.layout.names, self.sums.tensors, self.sums.filled, strict=True):
+            if filled and tensor is not None:
+                found[name] = tensor
+        return found
