@@ -444,12 +444,12 @@ class CompiledModel:
     def with_plan(self, plan: Plan | str | Path) -> CompiledModel:
         """Return the same captured step laid out by another plan, nothing traced or measured again; a collective call.
 
-        It starts from this program's weights; go on with only one of the two. Raises what `compile` raises for
-        a plan that cannot be had.
+        Its programs are lowered and verified at its first step. It starts from this program's weights; go on with
+        only one of the two. Raises what `compile` raises for a plan that cannot be had.
         """
         chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
-        options = replace(self.options, plan=chosen, stages=None, replicas=None, micro_batches=None, cuts=None)
-        options = replace(options, schedule=None)
+        rest: dict[str, Any] = dict.fromkeys(("stages", "replicas", "micro_batches", "schedule", "cuts", "tensor"))
+        options = replace(self.options, plan=chosen, **rest)
         other = CompiledModel(self.model, self.cluster, options, None, self.timeout_s, None, self.progress)
         world = self.world if self.cluster.where != "described" else None
         if world is not None:
@@ -459,7 +459,6 @@ class CompiledModel:
         back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)
         other._built = place(front, back, chain, planned, world, other.report, self.built.codes)
         if world is not None:
-            other._prepare(front.rows)
             _LATEST[self.model] = weakref.ref(other)
         return other
 
