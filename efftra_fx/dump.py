@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from efftra_fx.meta import BATCH, BLOCK, FREE, PATH, ROLE, STAGE
+from efftra_fx.meta import BATCH, BLOCK, FREE, PATH, PLACED, ROLE, STAGE
 
 
 def print_graph(gm: fx.GraphModule, title: str) -> str:
@@ -65,6 +65,8 @@ def _notes(node: fx.Node) -> str:
         notes.append(f"block {BLOCK[node]}")
     if STAGE.on(node):
         notes.append(f"stage {STAGE[node]}")
+    if PLACED.on(node):
+        notes.append(PLACED[node])
     if PATH.get(node):
         notes.append(f"in {PATH[node]}")
     return ", ".join(notes)

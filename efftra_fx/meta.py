@@ -95,3 +95,4 @@ STAGE: Key[int] = Key("stage")  # split-stages: on every node with a block
 PATH: Key[str] = Key("path")  # trace: module path that a node came from
 SOURCE: Key[str] = Key("source")  # trace: the user's source line
 CONSTANTS: Key[Mapping[str, Any]] = Key("constants")  # trace: on the graph, constant tensors by name
+PLACED: Key[str] = Key("placed")  # shard: how the value lies on the ranks of a tensor group

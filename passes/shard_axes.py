@@ -1,0 +1,563 @@
+"""What each operator does along the dimensions of its operands, in letters.
+
+    linear   x[..., k]  w[n, k]  b[n]  →  y[..., n]       k is summed, b is added to the sum
+
+Cutting a letter cuts every dimension that has it. An operand without the letter must be copied
+(each rank uses all of it, so each contributes to its gradient); a result without the letter is a
+partial sum if the letter is summed. All else follows: column, row, head and channel parallelism
+are not written down anywhere, they are what letters allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .insert import expression
+
+aten = torch.ops.aten
+Letter = tuple[str, int] | None  # name, and how many elements one index of it has along the dimension
+Letters = tuple[Letter, ...]
+_LARGE_PRIME = 1_000_003
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Letters of each operand's and each result's dimensions; `None` where a dimension cannot be cut.
+
+    `summed` letters run over a sum, `added` operands (by index) are added to that sum. `seeds` are
+    letters along which it pays to try a cut.
+    """
+
+    operands: tuple[Letters, ...]
+    results: tuple[Letters, ...]
+    summed: frozenset[str] = frozenset()
+    added: frozenset[int] = frozenset()
+    seeds: tuple[str, ...] = ()
+    linear: tuple[frozenset[int], ...] = field(default=())  # operands that may be partial sums together
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor operands of a call, one for each place where one stands, in order."""
+    found: list[fx.Node] = []
+
+    def take(value: fx.Node) -> fx.Node:
+        if isinstance(value.meta.get("val"), Tensor):
+            found.append(value)
+        return value
+
+    fx.node.map_arg((node.args, node.kwargs), take)
+    return found
+
+
+def results(node: fx.Node) -> tuple[Any, ...]:
+    """Return the (fake) values that a call makes; what is no tensor stays in its place."""
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def extents(value: Tensor) -> tuple[int | None, ...]:
+    """Return the sizes of a tensor, None where the size depends on the batch."""
+    return tuple(size if isinstance(size, int) else _number(size) for size in value.shape)
+
+
+def _number(size: Any) -> int | None:
+    expr = expression(size)
+    return int(expr) if expr.is_Integer else None
+
+
+def hints(value: Tensor) -> tuple[int, ...]:
+    """Return the sizes with a large prime in place of the batch's rows."""
+    return tuple(hint(size) for size in value.shape)
+
+
+def hint(size: Any) -> int:
+    """Return a size with a large prime in place of the batch's rows."""
+    expr = expression(size)
+    return int(expr.subs({symbol: _LARGE_PRIME for symbol in expr.free_symbols}))
+
+
+def coefficient(size: Any) -> int:
+    """Return how many elements of a dimension one row of the batch has; the size where that is fixed.
+
+    >>> coefficient(6)
+    6
+    """
+    return int(expression(size).as_coeff_Mul()[0])
+
+
+def axes_of(node: fx.Node) -> Axes | None:
+    """Return the letters of a call, None where none are known: then it is computed whole."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    made = results(node)
+    if not made or not all(v is None or isinstance(v, Tensor) for v in made):
+        return None
+    maker = _MAKERS.get(target)
+    if maker is not None:
+        return maker(node, _bound(node))
+    if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags:
+        return pointwise(node)
+    return None
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """Return the call's arguments by their names in the schema, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    found = {}
+    for index, declared in enumerate(node.target._schema.arguments):
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(declared.name, declared.default_value)
+        found[declared.name] = given
+    return found
+
+
+def value_of(node: Any) -> Tensor:
+    """Return an operand's (fake) value."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def rank_of(node: Any) -> int:
+    """Return an operand's number of dimensions."""
+    return value_of(node).ndim
+
+
+def letters(prefix: str, count: int) -> Letters:
+    """Return so many different letters."""
+    return tuple((f"{prefix}{i}", 1) for i in range(count))
+
+
+def aligned(operand: Any, out: Tensor, names: Letters) -> Letters:
+    """Return the letters of an operand that is broadcast to `out`."""
+    value = value_of(operand)
+    offset = out.ndim - value.ndim
+    sizes, full = extents(value), extents(out)
+    return tuple(None if sizes[d] == 1 and full[d + offset] != 1 else names[d + offset] for d in range(value.ndim))
+
+
+_LINEAR_POINTWISE = frozenset({aten.neg.default, aten.clone.default, aten.alias.default, aten.mul.Scalar, aten.div.Scalar})
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+
+
+def pointwise(node: fx.Node) -> Axes | None:
+    """Each element of a result needs the elements of the operands at its own place."""
+    made = [v for v in results(node) if isinstance(v, Tensor)]
+    if not made or any(v.shape != made[0].shape for v in made):
+        return None
+    out, given = made[0], operands(node)
+    if any(rank_of(o) > out.ndim for o in given):
+        return None
+    names = letters("d", out.ndim)
+    moving: tuple[frozenset[int], ...] = ()
+    if node.target in _LINEAR_POINTWISE or node.target in _SUMS:
+        moving = (frozenset(range(len(given))),) if len(given) == len(tensor_places(node)) else ()
+    elif node.target in _PRODUCTS:
+        moving = (frozenset({0}),) if node.target is aten.div.Tensor or len(given) == 1 else (frozenset({0}), frozenset({1}))
+    if node.target in _SUMS and len(given) == 1:
+        moving = ()
+    return Axes(tuple(aligned(o, out, names) for o in given), (names,) * len(results(node)), linear=moving)
+
+
+def tensor_places(node: fx.Node) -> list[Any]:
+    """Return what stands where the schema wants tensors."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    bound = _bound(node)
+    return [bound[a.name] for a in node.target._schema.arguments if str(a.type) == "Tensor"]
+
+
+Maker = Callable[[fx.Node, dict[str, Any]], Axes | None]
+_MAKERS: dict[Any, Maker] = {}
+
+
+def _for(*targets: Any) -> Callable[[Maker], Maker]:
+    def enter(maker: Maker) -> Maker:
+        for target in targets:
+            _MAKERS[target] = maker
+        return maker
+
+    return enter
+
+
+def _terms(*pairs: tuple[Any, Letters]) -> tuple[Letters, ...]:
+    """Return the letters of those operands that are there."""
+    return tuple(names for operand, names in pairs if isinstance(operand, fx.Node))
+
+
+@_for(aten.linear.default)
+def _linear(node: fx.Node, a: dict[str, Any]) -> Axes:
+    lead = letters("b", rank_of(a["input"]) - 1)
+    n, k = ("n", 1), ("k", 1)
+    terms = _terms((a["input"], (*lead, k)), (a["weight"], (n, k)), (a["bias"], (n,)))
+    return Axes(terms, ((*lead, n),), frozenset("k"), frozenset({2}) if len(terms) == 3 else frozenset(), ("n", "k"))
+
+
+@_for(aten.mm.default)
+def _mm(node: fx.Node, a: dict[str, Any]) -> Axes:
+    m, k, n = ("m", 1), ("k", 1), ("n", 1)
+    return Axes(((m, k), (k, n)), ((m, n),), frozenset("k"), seeds=("n", "k"))
+
+
+@_for(aten.addmm.default)
+def _addmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if (a["beta"], a["alpha"]) != (1, 1):
+        return None
+    m, k, n = ("m", 1), ("k", 1), ("n", 1)
+    bias = aligned(a["self"], results(node)[0], (m, n))
+    return Axes((bias, (m, k), (k, n)), ((m, n),), frozenset("k"), frozenset({0}), ("n", "k"))
+
+
+@_for(aten.bmm.default)
+def _bmm(node: fx.Node, a: dict[str, Any]) -> Axes:
+    b, m, k, n = ("b", 1), ("m", 1), ("k", 1), ("n", 1)
+    return Axes(((b, m, k), (b, k, n)), ((b, m, n),), frozenset("k"), seeds=("b", "n", "k"))
+
+
+@_for(aten.baddbmm.default)
+def _baddbmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if (a["beta"], a["alpha"]) != (1, 1):
+        return None
+    b, m, k, n = ("b", 1), ("m", 1), ("k", 1), ("n", 1)
+    extra = aligned(a["self"], results(node)[0], (b, m, n))
+    return Axes((extra, (b, m, k), (b, k, n)), ((b, m, n),), frozenset("k"), frozenset({0}), ("b", "n", "k"))
+
+
+@_for(aten.matmul.default)
+def _matmul(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    left, right = value_of(a["self"]), value_of(a["other"])
+    if left.ndim < 2 or right.ndim < 2:
+        return None
+    out = results(node)[0]
+    lead = letters("b", out.ndim - 2)
+    m, k, n = ("m", 1), ("k", 1), ("n", 1)
+    first = aligned(a["self"], out, (*lead, None, None))[:-2]
+    second = aligned(a["other"], out, (*lead, None, None))[:-2]
+    seeds = ("n", "k", *(name for name, _ in (one for one in lead if one)))
+    return Axes(((*first, m, k), (*second, k, n)), ((*lead, m, n),), frozenset("k"), seeds=seeds)
+
+
+@_for(aten.einsum.default)
+def _einsum(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    equation = a["equation"].replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    left, right = equation.split("->")
+    terms = left.split(",")
+    if len(terms) != len(operands(node)) or any(len(set(term)) != len(term) for term in terms):
+        return None
+    names = tuple(tuple((char, 1) for char in term) for term in terms)
+    for operand, term in zip(operands(node), terms, strict=True):
+        if len(term) != rank_of(operand) or 1 in extents(value_of(operand)):
+            return None
+    summed = frozenset(left.replace(",", "")) - frozenset(right)
+    out = (tuple((char, 1) for char in right),)
+    return Axes(names, out, summed, seeds=tuple(dict.fromkeys(left.replace(",", ""))))
+
+
+@_for(aten.embedding.default)
+def _embedding(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if a["scale_grad_by_freq"] or a["sparse"]:
+        return None
+    lead = letters("i", rank_of(a["indices"]))
+    return Axes(((("v", 1), ("d", 1)), lead), ((*lead, ("d", 1)),), frozenset("v"), seeds=("v", "d"))
+
+
+@_for(aten.scaled_dot_product_attention.default)
+def _attention(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if a["dropout_p"]:
+        return None
+    out = results(node)[0]
+    query, key = value_of(a["query"]), value_of(a["key"])
+    if query.ndim < 3:
+        return None
+    lead: list[Letter] = list(letters("b", out.ndim - 2))
+    shared = list(lead)
+    if a["enable_gqa"]:
+        heads, groups = extents(query)[-3], extents(key)[-3]
+        if heads is None or groups is None:
+            return None
+        lead[-1] = ("h", heads // groups)
+        shared[-1] = ("h", 1)
+    elif extents(query)[:-2] != extents(key)[:-2]:
+        return None
+    names: Letters = (*lead, None, None)
+    mask = aligned(a["attn_mask"], out, names) if isinstance(a["attn_mask"], fx.Node) else ()
+    pair: Letters = (*shared, None, None)
+    terms = _terms((a["query"], names), (a["key"], pair), (a["value"], pair), (a["attn_mask"], mask))
+    return Axes(terms, (names,), seeds=tuple(one[0] for one in lead if one is not None))
+
+
+def _keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Letters, ...] = ()) -> Axes:
+    """Return letters for a call that looks along `dims` only and keeps every dimension."""
+    count = rank_of(operand)
+    along = {d % count for d in dims} if count else set()
+    names = tuple(None if d in along else one for d, one in enumerate(letters("d", count)))
+    made = tuple(names if isinstance(v, Tensor) and v.ndim == count else () for v in results(node))
+    return Axes((names, *rest), made)
+
+
+@_for(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
+      aten.sort.default, aten.topk.default, aten.flip.default, aten.cumprod.default, aten.logcumsumexp.default)  # fmt: skip
+def _along_dim(node: fx.Node, a: dict[str, Any]) -> Axes:
+    dims = a["dims"] if "dims" in a else [a["dim"]]
+    return _keeping(node, a["self"], dims)
+
+
+@_for(aten.tril.default, aten.triu.default)
+def _triangle(node: fx.Node, a: dict[str, Any]) -> Axes:
+    return _keeping(node, a["self"], (-1, -2))
+
+
+@_for(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default)
+def _layer_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
+    count = rank_of(a["input"])
+    lead = letters("b", count - len(a["normalized_shape"]))
+    names: Letters = (*lead, *(None for _ in a["normalized_shape"]))
+    none: Letters = tuple(None for _ in a["normalized_shape"])
+    terms = _terms((a["input"], names), (a["weight"], none), (a.get("bias"), none))
+    return Axes(terms, (names,) * len(results(node)))
+
+
+@_for(aten.group_norm.default, aten.native_group_norm.default)
+def _group_norm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if node.target is not aten.group_norm.default:
+        return None
+    count = rank_of(a["input"])
+    channels = extents(value_of(a["input"]))[1]
+    assert channels is not None
+    one: Letter = ("g", channels // a["num_groups"])
+    names: Letters = (None, one, *(None for _ in range(count - 2)))
+    return Axes(_terms((a["input"], names), (a["weight"], (one,)), (a["bias"], (one,))), (names,))
+
+
+@_for(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+      aten.batch_norm.default, aten._native_batch_norm_legit.no_stats)  # fmt: skip
+def _batch_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
+    c: Letter = ("c", 1)
+    names: Letters = (None, c, *(None for _ in range(rank_of(a["input"]) - 2)))
+    vectors = [a[name] for name in ("weight", "bias", "running_mean", "running_var") if name in a]
+    made = tuple(
+        names if index == 0 else (c,) if isinstance(v, Tensor) and v.ndim == 1 and v.numel() else ()
+        for index, v in enumerate(results(node))
+    )
+    return Axes(_terms((a["input"], names), *((v, (c,)) for v in vectors)), made)
+
+
+@_for(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+      aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
+      aten.conv_transpose3d.input)  # fmt: skip
+def _convolution(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    turned = bool(a.get("transposed")) or "conv_transpose" in str(node.target)
+    spatial = (None,) * (rank_of(a["weight"]) - 2)
+    if rank_of(a["input"]) != rank_of(a["weight"]):
+        return None
+    groups = a["groups"]
+    if groups == 1:
+        o, i = ("o", 1), ("i", 1)
+        weight: Letters = (i, o, *spatial) if turned else (o, i, *spatial)
+        terms = _terms((a["input"], (None, i, *spatial)), (a["weight"], weight), (a["bias"], (o,)))
+        added = frozenset({2}) if len(terms) == 3 else frozenset[int]()
+        return Axes(terms, ((None, o, *spatial),), frozenset("i"), added, ("o", "i"))
+    if turned:
+        return None
+    inputs, outputs = extents(value_of(a["input"]))[1], extents(value_of(a["weight"]))[0]
+    assert inputs is not None and outputs is not None
+    per_in, per_out = ("g", inputs // groups), ("g", outputs // groups)
+    terms = _terms(
+        (a["input"], (None, per_in, *spatial)), (a["weight"], (per_out, None, *spatial)), (a["bias"], (per_out,))
+    )
+    return Axes(terms, ((None, per_out, *spatial),), seeds=("g",))
+
+
+@_for(aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten.max_pool1d.default,
+      aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default,
+      aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_nearest2d.vec,
+      aten.upsample_bilinear2d.vec, aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default)  # fmt: skip
+def _spatial(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    operand = operands(node)[0]
+    if rank_of(operand) < 3:
+        return None
+    spatial = 1 if "1d" in str(node.target) else 2
+    return _keeping(node, operand, range(rank_of(operand) - spatial, rank_of(operand)))
+
+
+@_for(aten.constant_pad_nd.default, aten.pad.default)
+def _pad(node: fx.Node, a: dict[str, Any]) -> Axes:
+    count = rank_of(a["self"])
+    padded = [d for d in range(len(a["pad"]) // 2) if a["pad"][2 * d] or a["pad"][2 * d + 1]]
+    return _keeping(node, a["self"], [count - 1 - d for d in padded])
+
+
+def _reduced(node: fx.Node, dims: Any, keep: bool, adds: bool) -> Axes:
+    count = rank_of(node.args[0])
+    along = {d % count for d in dims} if dims else set(range(count))
+    full = letters("d", count)
+    names = full if adds else tuple(None if d in along else one for d, one in enumerate(full))
+    out = tuple(None if d in along else one for d, one in enumerate(full) if keep or d not in along)
+    summed = frozenset(one[0] for d, one in enumerate(full) if d in along and one is not None) if adds else frozenset()
+    moving = (frozenset({0}),) if adds else ()
+    return Axes((names,), (out,) * len(results(node)), summed, linear=moving)
+
+
+@_for(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+def _sum(node: fx.Node, a: dict[str, Any]) -> Axes:
+    return _reduced(node, a.get("dim"), bool(a.get("keepdim")), True)
+
+
+@_for(aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.var.correction, aten.std.correction,
+      aten.prod.dim_int, aten.argmax.default, aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim,
+      aten.linalg_vector_norm.default, aten.var_mean.correction)  # fmt: skip
+def _over_dims(node: fx.Node, a: dict[str, Any]) -> Axes:
+    dim = a.get("dim")
+    dims = [dim] if isinstance(dim, int) else dim
+    return _reduced(node, dims, bool(a.get("keepdim")), False)
+
+
+@_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+      aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default)  # fmt: skip
+def _loss_of_elements(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    given = operands(node)
+    first = value_of(given[0])
+    if any(value_of(o).shape != first.shape for o in given[:2]) or a["reduction"] == 1:
+        return None
+    names = letters("d", first.ndim)
+    terms = tuple(aligned(o, first, names) for o in given)
+    if a["reduction"] == 0:
+        return Axes(terms, (names,))
+    return Axes(terms, ((),), frozenset(one[0] for one in names if one is not None))
+
+
+@_for(aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
+      aten.squeeze.dim, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.movedim.int)  # fmt: skip
+def _rearranged(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    value = value_of(a["self"])
+    count = value.ndim
+    names: list[Letter] = list(letters("d", count))
+    out = list(names)
+    match node.target:
+        case aten.transpose.int:
+            i, j = a["dim0"] % count, a["dim1"] % count
+            out[i], out[j] = out[j], out[i]
+        case aten.permute.default:
+            out = [names[d % count] for d in a["dims"]]
+        case aten.t.default:
+            out = names[::-1]
+        case aten.movedim.int:
+            moved = out.pop(a["source"] % count)
+            out.insert(a["destination"] % count, moved)
+        case aten.unsqueeze.default:
+            out.insert(a["dim"] % (count + 1), None)
+        case aten.select.int:
+            names[a["dim"] % count] = None
+            out = [one for d, one in enumerate(names) if d != a["dim"] % count]
+        case aten.slice.Tensor:
+            d = a["dim"] % count
+            if value_of(node).shape[d] != value.shape[d]:
+                names[d] = out[d] = None
+        case _:
+            dims = a.get("dim", range(count))
+            gone = {d % count for d in ([dims] if isinstance(dims, int) else dims)}
+            gone = {d for d in gone if extents(value)[d] == 1}
+            out = [one for d, one in enumerate(names) if d not in gone]
+            names = [None if d in gone else one for d, one in enumerate(names)]
+    return Axes((tuple(names),), (tuple(out),), linear=(frozenset({0}),))
+
+
+@_for(aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
+      aten.to.dtype, aten.type_as.default, aten.detach_.default)  # fmt: skip
+def _same(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    axes = pointwise(node)
+    return axes
+
+
+@_for(aten.expand.default)
+def _expand(node: fx.Node, a: dict[str, Any]) -> Axes:
+    out = results(node)[0]
+    names = letters("d", out.ndim)
+    return Axes((aligned(a["self"], out, names),), (names,), linear=(frozenset({0}),))
+
+
+@_for(aten.repeat_interleave.self_int)
+def _repeat_interleave(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    if a["dim"] is None or not isinstance(a["repeats"], int):
+        return None
+    count = rank_of(a["self"])
+    names: list[Letter] = list(letters("d", count))
+    d = a["dim"] % count
+    out = [(f"d{d}", a["repeats"]) if i == d else one for i, one in enumerate(names)]
+    return Axes((tuple(names),), (tuple(out),), linear=(frozenset({0}),))
+
+
+@_for(aten.gather.default)
+def _gather(node: fx.Node, a: dict[str, Any]) -> Axes:
+    value, index = value_of(a["self"]), value_of(a["index"])
+    d = a["dim"] % value.ndim
+    names = tuple(
+        None if i == d or value.shape[i] != index.shape[i] else one for i, one in enumerate(letters("d", value.ndim))
+    )
+    return Axes((names, names), (names,))
+
+
+@_for(aten.index_select.default)
+def _index_select(node: fx.Node, a: dict[str, Any]) -> Axes:
+    axes = _keeping(node, a["self"], [a["dim"]], ((None,),))
+    return axes
+
+
+@_for(aten.index.Tensor)
+def _index(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    """Only leading dimensions are indexed: the others pass."""
+    indices = list(a["indices"])
+    if not indices or any(one is None or value_of(one).dtype is torch.bool for one in indices):
+        return None
+    out = results(node)[0]
+    count = rank_of(a["self"])
+    kept = letters("d", count)[len(indices) :]
+    names = (*(None for _ in indices), *kept)
+    picked = out.ndim - len(kept)
+    rest = tuple(tuple(None for _ in range(rank_of(one))) for one in indices)
+    return Axes((names, *rest), ((*(None for _ in range(picked)), *kept),))
+
+
+@_for(aten.broadcast_tensors.default)
+def _broadcast(node: fx.Node, a: dict[str, Any]) -> Axes:
+    out = results(node)[0]
+    names = letters("d", out.ndim)
+    return Axes(tuple(aligned(o, out, names) for o in operands(node)), (names,) * len(results(node)))
+
+
+@_for(aten.stack.default)
+def _stack(node: fx.Node, a: dict[str, Any]) -> Axes:
+    count = rank_of(operands(node)[0])
+    names = letters("d", count)
+    out: list[Letter] = list(names)
+    out.insert(a["dim"] % (count + 1), None)
+    return Axes((names,) * len(operands(node)), (tuple(out),), linear=(frozenset(range(len(operands(node)))),))
+
+
+@_for(aten.dropout.default, aten.native_dropout.default)
+def _dropout(node: fx.Node, a: dict[str, Any]) -> Axes:
+    """A cut dropout draws the whole value's mask and keeps its share; see `dropout_part`."""
+    names = letters("d", rank_of(a["input"]))
+    return Axes((names,), (names,) * len(results(node)))
+
+
+__all__ = [
+    "Axes",
+    "Letter",
+    "Letters",
+    "axes_of",
+    "coefficient",
+    "extents",
+    "hint",
+    "hints",
+    "operands",
+    "results",
+    "value_of",
+]

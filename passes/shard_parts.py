@@ -1,0 +1,83 @@
+"""One rank's part of operators that need more than cut operands: offsets, whole counts, other ranks' values.
+
+Each is an ordinary function of tensors, made of ATen operators and collectives, so that
+differentiation records what it does. `start` and `stop` are the rank's range of the cut dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from efftra_fx.collectives import Ranges, reduce, take, tensor_sum
+
+aten = torch.ops.aten
+
+
+def embedding_part(weight: Tensor, indices: Tensor, padding_idx: int, start: int, stop: int) -> Tensor:
+    """Look up the rows [start, stop) of a table that `weight` has; other indices give zeros (partial sums)."""
+    inside = (indices >= start) & (indices < stop)
+    local = torch.where(inside, indices - start, 0)
+    padding = padding_idx - start if start <= padding_idx < stop else -1
+    found = aten.embedding.default(weight, local, -1)
+    wanted = inside & (local != padding) if padding >= 0 else inside
+    # A padding row's value counts, its gradient does not.
+    result = found * wanted.unsqueeze(-1).to(found.dtype)
+    if padding >= 0:
+        result = result + found.detach() * (inside & ~wanted).unsqueeze(-1).to(found.dtype)
+    return result
+
+
+def cross_entropy_part(
+    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, start: int, stop: int, rank: int, width: int
+) -> Tensor:
+    """Return the cross-entropy of (rows, classes) logits of which this rank has classes [start, stop); whole.
+
+    Two sums over the group, of `width` and of 2 numbers a row: the logits are never put together.
+    """
+    largest = aten.amax.default(logits.detach(), [1])
+    everyone = torch.stack([largest if r == rank else torch.zeros_like(largest) for r in range(width)])
+    shift = aten.amax.default(tensor_sum(everyone), [0])
+    moved = logits - shift.unsqueeze(1)
+    inside = (target >= start) & (target < stop)
+    local = torch.where(inside, target - start, 0)
+    picked = moved.gather(1, local.unsqueeze(1)).squeeze(1) * inside.to(moved.dtype)
+    total, own = reduce(torch.stack([moved.exp().sum(1), picked])).unbind(0)
+    counted = (target != ignore_index).to(moved.dtype)
+    rows = (total.log() - own) * counted
+    if reduction == 0:
+        return rows
+    return rows.sum() if reduction == 2 else rows.sum() / counted.sum()
+
+
+def dropout_part(x: Tensor, p: float, dim: int, ranges: Ranges, size: int) -> Tensor:
+    """Drop what the whole value's mask drops."""
+    return x * take(aten.dropout.default(_whole_ones(x, dim, ranges, size), p, True), dim, ranges, size)
+
+
+def native_dropout_part(x: Tensor, p: float, dim: int, ranges: Ranges, size: int) -> tuple[Tensor, Tensor]:
+    """Do as `dropout_part`, and return the mask too."""
+    scale, mask = aten.native_dropout.default(_whole_ones(x, dim, ranges, size), p, True)
+    return x * take(scale, dim, ranges, size), take(mask, dim, ranges, size)
+
+
+def _whole_ones(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+    periods = int(x.shape[dim]) // sum(b - a for a, b in ranges)
+    return x.new_ones((*x.shape[:dim], size * periods, *x.shape[dim + 1 :]))
+
+
+def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, fraction: float) -> Tensor:
+    """Return this rank's part of a mean of which it has a fraction of the elements (partial sums)."""
+    result = aten.mean.dim(x, list(dims), keepdim) if dims else aten.mean.default(x)
+    return result * fraction
+
+
+__all__ = [
+    "cross_entropy_part",
+    "dropout_part",
+    "embedding_part",
+    "mean_part",
+    "native_dropout_part",
+]
