@@ -256,7 +256,8 @@ class GlooTransport(GroupTransport):
     def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
         """Create the groups; pairs need nothing."""
         self.check()
-        fresh = [ranks for ranks in groups if len(ranks) > 1 and ranks not in self.groups and ranks not in self.shared]
+        known = self.groups.keys() | self.shared.keys()
+        fresh = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1 and ranks not in known]
         if fresh and self.shares_memory:
             self.shared |= meet_all(
                 fresh, self.rank, self.timeout_s, lambda data: gather(self.control, data, self.finish)
@@ -364,6 +365,9 @@ class GlooTransport(GroupTransport):
         for unsent in self.unsent.values():
             while unsent:
                 unsent.popleft().wait(f"{what} (sending)")
+        for shared in self.shared.values():
+            if shared is not None:
+                shared.flush()
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

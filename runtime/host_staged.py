@@ -59,8 +59,8 @@ class CudaStaging:
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Copied]:
         """Copy on the copy stream, after what the current stream has been given so far."""
         host = self.buffer(tuple(tensor.shape), tensor.dtype)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(cuda.current_stream(self.device))
+        with cuda.stream(self.stream):
             host.copy_(tensor, non_blocking=True)
             arrived: Copied = cuda.Event()
             self.stream.record_event(arrived)

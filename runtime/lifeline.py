@@ -30,6 +30,7 @@ from efftra_fx.errors import TransportError
 Address = tuple[str, int]
 LIMIT_BYTES = 64 * 1024  # of one report
 POST_LIMIT_S = 1.0  # for reaching one rank with a report
+WORD_LIMIT_S = 0.1
 CONNECT_LIMIT_S = 30.0
 
 
@@ -43,6 +44,7 @@ class Lifeline:
         self.failure = ""  # what all ranks end with, once there is something
         self.claimed = False  # someone is dealing with a failure
         self.left: set[int] = set()
+        self.silent: dict[int, float] = {}  # ranks whose connection has ended, and until when a word may come
         self.addresses: Sequence[Address] = ()
         self.token = ""
         self.on_failure: Callable[[], None] = lambda: None
@@ -109,13 +111,17 @@ class Lifeline:
     def watch(self) -> None:
         """Read what comes until closed: the body of the thread."""
         while not self.closing:
-            for entry, _ in self.selector.select():
+            for entry, _ in self.selector.select(WORD_LIMIT_S if self.silent else None):
                 if self.closing:
                     return
                 if entry.fileobj is self.listener:
                     self.accept()
                 elif entry.fileobj is not self.woken:
                     self.read(entry)
+            for rank, end in list(self.silent.items()):
+                if time.monotonic() > end:
+                    del self.silent[rank]
+                    self.lost(rank)
 
     def accept(self) -> None:
         """Take a new connection."""
@@ -176,17 +182,22 @@ class Lifeline:
         self.failure = text
         self.news.set()
 
+    def lost(self, rank: int) -> None:
+        """Raise the alarm: a rank has ended without a word."""
+        if self.claim():
+            text = f"rank {rank} was lost: its process ended without a word (killed, out of memory, or crashed)"
+            self.post(text)
+            self.publish(text)
+            self.on_failure()
+
     def ended(self, reader: Reader) -> None:
-        """Deal with the end of the watched rank's connection: go on to the next, or raise the alarm."""
+        """Deal with the end of the watched rank's connection: go on to the next, or fear the worst."""
         watched = reader.watched
         if not reader.met:  # it was leaving already when we came
             self.left.add(watched)
         if watched not in self.left:
-            text = f"rank {watched} was lost: its process ended without a word (killed, out of memory, or crashed)"
-            if self.claim():
-                self.post(text)
-                self.publish(text)
-                self.on_failure()
+            # its last words may be waiting in another connection
+            self.silent[watched] = time.monotonic() + WORD_LIMIT_S
             return
         following = (watched + 1) % len(self.addresses)
         if following != self.rank:

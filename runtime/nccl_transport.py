@@ -107,8 +107,7 @@ class NcclTransport(GroupTransport):
         received: list[Handle[Tensor]] = [Done(tensor) for tensor in incoming]
         for peer in sorted(calls):
             tensors = [(is_send, (outgoing if is_send else incoming)[number]) for is_send, number in calls[peer]]
-            handles = self.group_call(peer, tensors)
-            for (is_send, number), handle in zip(calls[peer], handles, strict=True):
+            for (is_send, number), handle in zip(calls[peer], self.group_call(peer, tensors), strict=True):
                 (sent if is_send else received)[number] = handle
         return sent, received
 
@@ -119,7 +118,9 @@ class NcclTransport(GroupTransport):
         if group is None:
             raise TransportError(f"rank {self.rank} cannot reach rank {peer}: call prepare with their pair first")
         operations = [
-            dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, group) for is_send, tensor in tensors
+            # as bytes, for NCCL does not know all dtypes
+            dist.P2POp(dist.isend if is_send else dist.irecv, tensor.view(-1).view(torch.uint8), peer, group)
+            for is_send, tensor in tensors
         ]
         try:
             works: list[Any] = list(dist.batch_isend_irecv(operations))
@@ -141,7 +142,8 @@ class NcclTransport(GroupTransport):
             raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
         plain = plain_tensor(tensor)
         try:
-            handle = StreamHandle(self, group.allreduce([plain]), plain, ranks)
+            work = group.allreduce([torch.view_as_real(plain) if plain.is_complex() else plain])
+            handle = StreamHandle(self, work, plain, ranks)
         except RuntimeError as error:
             self.explain(error, "a sum", describe(ranks))
         self.under_way.append(handle)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import select
 import shutil
 import socket
 import tempfile
@@ -170,14 +171,21 @@ class SharedSum:
         for peer in (*self.small, *self.large):
             peer.end()
 
+    def flush(self) -> None:
+        """Wait until the others' systems have taken all that was sent."""
+        for peer in self.small:
+            peer.sent.wait(self.timeout_s)
+
     def close(self) -> None:
         """End the thread and give back the memory."""
+        self.flush()
         self.jobs.put(None)
         if self.worker.ident is not None:
             self.worker.join(self.timeout_s)
         for peer in (*self.small, *self.large):
             peer.end()
             peer.connection.close()
+            peer.sender.close()
         self.slots = []
 
 
@@ -186,34 +194,47 @@ class Peer:
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.connection = connection
+        self.sender = connection.dup()  # the same connection, but a time limit of its own: none, it never waits
         self.waiting: deque[bytes] = deque()
         self.lock = threading.Lock()
+        self.sent = threading.Event()
+        self.sent.set()
         connection.settimeout(timeout_s)
+        self.sender.setblocking(False)
 
     def send(self, data: bytes) -> None:
         """Send, now or soon."""
         with self.lock:
             if not self.waiting:
-                try:
-                    data = data[self.connection.send(data, socket.MSG_DONTWAIT) :]
-                except (BlockingIOError, TimeoutError):
-                    pass
+                data = data[self.send_some(data) :]
             if not data:
                 return
             self.waiting.append(data)
             if len(self.waiting) == 1:
+                self.sent.clear()
                 threading.Thread(target=self.send_waiting, name="late sends", daemon=True).start()
+
+    def send_some(self, data: bytes) -> int:
+        """Send what the system takes now, and say how many bytes."""
+        try:
+            return self.sender.send(data)
+        except BlockingIOError:
+            return 0
 
     def send_waiting(self) -> None:
         """Send what had to wait."""
-        while self.waiting:
-            try:
-                self.connection.sendall(self.waiting[0])
-            except OSError:  # the reader at this end will see the same
-                self.waiting.clear()
-                return
-            with self.lock:
-                self.waiting.popleft()
+        try:
+            while self.waiting:
+                data = self.waiting[0]
+                while data:
+                    select.select([], [self.sender], [])
+                    data = data[self.send_some(data) :]
+                with self.lock:
+                    self.waiting.popleft()
+                    if not self.waiting:
+                        self.sent.set()
+        except (OSError, ValueError):  # the connection has ended: who reads from it sees the same
+            self.sent.set()
 
     def read(self, size: int) -> bytearray:
         """Read so many bytes; raise `OSError` at the time limit or at the end of the connection."""

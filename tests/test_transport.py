@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Outcome, outcomes_of, run_ranks
-from transport_contract import CONTRACT, CPU, GROUPS, PAIRS, RANKS, Steps, connect_over, run_contract
+from transport_contract import CONTRACT, CPU, GROUPS, PAIRS, RANKS, Steps, connect_over, run_contract, sample
 
 from efftra_fx.errors import RankFailed, TransportError, TransportTimeout
-from efftra_fx.runtime.local_transport import LocalTransport, local_transports, run_all
+from efftra_fx.runtime import host_staged
+from efftra_fx.runtime.host_staged import CudaStaging
+from efftra_fx.runtime.local_transport import LocalTransport, local_transports, run_all, sum_in_place
 from efftra_fx.runtime.transport import Incoming, Outgoing, Transport, result_of
 
 KINDS = ("shared", "gloo", "staged", "pairwise")
@@ -41,6 +45,17 @@ def failures() -> Callable[[str], list[dict[str, str]]]:
 def test_between_processes(kind: str, contract: Callable[[Transport], Steps], failures: Any) -> None:
     for rank, failed in enumerate(failures(kind)):
         assert contract.__name__ not in failed, f"rank {rank}\n{failed[contract.__name__]}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["staged on GPU", "nccl"])
+def test_on_gpus(kind: str) -> None:
+    gpus = torch.cuda.device_count()
+    if kind == "nccl" and gpus < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs")
+    visible = ",".join(map(str, range(RANKS if kind == "nccl" else 1)))
+    failed = run_ranks(run_contract, RANKS, kind, limit_s=120, environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert not any(failed), failed
 
 
 @pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
@@ -262,6 +277,7 @@ def test_a_rank_that_leaves_too_early_is_named() -> None:
 def busy_while_another_fails() -> str:
     """Rank 1 fails while rank 0 computes and waits for nobody."""
     transport = connect_over("gloo")
+    transport.agree(None, 0).wait()
     if transport.rank == 1:
         transport.fail(ValueError("boom"))
         return ""
@@ -331,11 +347,72 @@ def grouped_calls() -> list[list[str]]:
     return calls
 
 
+class Recorder:
+    """A stand-in for torch.cuda that writes down what is asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def current_stream(self, device: torch.device) -> str:
+        return "current"
+
+    def Stream(self, device: torch.device) -> Recorder:
+        return self
+
+    def Event(self) -> str:
+        return "event"
+
+    def wait_stream(self, stream: str) -> None:
+        self.calls.append(f"copy stream waits for {stream}")
+
+    @contextmanager
+    def stream(self, stream: Recorder) -> Iterator[None]:
+        self.calls.append("begin on copy stream")
+        yield
+        self.calls.append("end on copy stream")
+
+    def record_event(self, event: str) -> None:
+        self.calls.append(f"record {event}")
+
+
+class Watched(torch.Tensor):
+    """A tensor that says when it is kept alive for a stream."""
+
+    calls: ClassVar[list[str]] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.calls.append("keep alive for copy stream")
+
+
+def test_staging_copies_after_the_computing_and_before_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    Watched.calls = recorder.calls
+    monkeypatch.setattr(host_staged, "cuda", recorder)
+    monkeypatch.setattr(CudaStaging, "buffer", lambda self, shape, dtype: recorded_buffer(recorder, shape, dtype))
+    staging = CudaStaging(torch.device("cuda", 0))
+    host, event = staging.to_host(torch.ones(3).as_subclass(Watched))
+    assert (host == 1).all() and str(event) == "event"
+    assert recorder.calls == [
+        "buffer",
+        "copy stream waits for current",
+        "begin on copy stream",
+        "record event",
+        "end on copy stream",
+        "keep alive for copy stream",
+    ]
+
+
+def recorded_buffer(recorder: Recorder, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate, and say so."""
+    recorder.calls.append("buffer")
+    return torch.empty(shape, dtype=dtype)
+
+
 def test_facing_messages_go_in_one_group_call_a_pair_receives_first() -> None:
     calls = run_ranks(grouped_calls, 3, limit_s=30)
     for rank, seen in enumerate(calls):
         assert seen == [
-            [f"irecv 1 {peer}", f"irecv 2 {peer}", f"isend 1 {peer}", f"isend 2 {peer}"]
+            [f"irecv 4 {peer}", f"irecv 8 {peer}", f"isend 4 {peer}", f"isend 8 {peer}"]
             for peer in range(3)
             if peer != rank
         ]
@@ -366,6 +443,85 @@ def test_what_was_not_prepared_is_refused() -> None:
         "ranks 0, 1 cannot sum: call prepare on all ranks first",
         "rank 1 cannot reach rank 2: call prepare with their pair first",
     ]
+
+
+# Sums through shared memory
+
+
+def sum_everything(kind: str, sizes: tuple[int, ...]) -> list[str]:
+    """Sum tensors of many sizes and dtypes, all started before any is awaited; return their bits."""
+    transport = connect_over(kind)
+    everyone = tuple(range(transport.world_size))
+    transport.prepare([everyone, everyone])
+    handles = [
+        transport.all_reduce(sample((size,), dtype, transport.rank + size), everyone)
+        for size in sizes
+        for dtype in SUMMED
+    ]
+    bits = [bits_of(handle.wait()) for handle in reversed(handles)]
+    transport.close()
+    return bits[::-1]
+
+
+def sum_everything_here(world_size: int, sizes: tuple[int, ...]) -> list[str]:
+    """Do the same in one process."""
+    bits = []
+    for size in sizes:
+        for dtype in SUMMED:
+            parts = [sample((size,), dtype, rank + size) for rank in range(world_size)]
+            sum_in_place(parts)
+            bits.append(bits_of(parts[-1]))
+    return bits
+
+
+def bits_of(tensor: torch.Tensor) -> str:
+    """Fingerprint a tensor's bytes."""
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.complex64)
+SIZES = (1, 3, 700, 5_000, 262_144, 262_145, 700_001)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shared_sums_have_the_bits_of_sums_in_one_process(ranks: int) -> None:
+    expected = sum_everything_here(ranks, SIZES)
+    assert run_ranks(sum_everything, ranks, "shared", SIZES, limit_s=60) == [expected] * ranks
+
+
+def start_many() -> tuple[bool, list[str]]:
+    """Start far more small sums than sockets hold before anyone takes one, on one rank long before the other."""
+    transport = connect_over("shared")
+    if transport.rank == 1:
+        time.sleep(0.5)
+    handles = [transport.all_reduce(torch.full((900,), float(number)), (0, 1)) for number in range(600)]
+    right = all((handle.wait() == 2 * number).all() for number, handle in enumerate(handles))
+    transport.close()
+    return right, os.listdir("/dev/shm")
+
+
+def test_starting_sums_never_blocks_and_leaves_no_file() -> None:
+    before = set(os.listdir("/dev/shm"))
+    for right, files in run_ranks(start_many, 2, limit_s=30):
+        assert right
+        assert not [name for name in set(files) - before if name.startswith("efftra_fx")]
+
+
+def without_room() -> tuple[float, int]:
+    """Connect where shared memory cannot be had."""
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError("no space left on device")
+
+    os.posix_fallocate = refuse
+    transport = connect_over("shared")
+    result = float(transport.all_reduce(torch.ones(5000), (0, 1)).wait()[-1])
+    transport.close()
+    return result, len(transport.shared)
+
+
+def test_without_room_for_shared_memory_sums_go_over_gloo() -> None:
+    assert run_ranks(without_room, 2, limit_s=30) == [(2.0, 0)] * 2
 
 
 # The helper itself
