@@ -26,6 +26,7 @@ from efftra_fx.errors import EfftraError, InputError, PlanError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
+from efftra_fx.passes.measure import measure_nodes
 from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
@@ -39,6 +40,7 @@ from efftra_fx.state import (
     clip_gradients,
     held_parameters,
     owned,
+    refresh_copies,
     same_start,
     share,
     take_state,
@@ -278,6 +280,7 @@ class CompiledModel:
 
     def _run(self, batch: Batch, seed: int) -> dict[int, StepResult]:
         executors = self._prepare(batch.rows)
+        refresh_copies(self.built)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
             result = yield from executors[transport.rank].run(batch, seed)
@@ -472,6 +475,13 @@ class CompiledModel:
         front, back = self.built.front, self.built.back
         comm = InsertComm(back.plan, back.wiring, back.stages, front.tail, front.dims, front.rows, front.counters)
         return run_passes(front.gm, (comm,), ("role", "outputs", "stage"))
+
+    def node_costs(self, repeats: int = 3) -> CostTable:
+        """Time every node of the captured step, forward and backward apart, on this process's device."""
+        front = self.built.front
+        inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
+        device = str(self.world.device) if self.cluster.where != "described" else "cpu"
+        return measure_nodes(front.gm, front.tensors, inputs, front.rows, device=device, repeats=repeats)
 
     def dump(self, directory: str | Path) -> None:
         """Write what every pass made, the plan and the programs into a folder, as numbered text files."""

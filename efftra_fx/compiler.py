@@ -17,13 +17,14 @@ from torch import Tensor, fx, nn
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
 from efftra_fx.dump import print_dot, print_graph
-from efftra_fx.errors import BatchError, CaptureError, InputError, PlanError
+from efftra_fx.errors import BatchError, CaptureError, InputError, MemoryPlanError, PlanError
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
+from efftra_fx.passes.evaluate import Rules, evaluate
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
-from efftra_fx.passes.partition import Planned, partition
+from efftra_fx.passes.partition import Planned, partition, shortage
 from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
 from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
@@ -280,9 +281,10 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
     try:
         if options.plan is not None:
             verify_plan(options.plan, len(names), cluster)
-            return options.plan
+            return _priced(options.plan, chain, cluster, front.rows, options)
         if options.cuts is not None:
-            return _cut_plan(front.gm, names, cluster, options, schedule)
+            plan = _cut_plan(front.gm, names, cluster, options, schedule)
+            return _priced(plan, chain, cluster, front.rows, options)
         return partition(
             chain,
             cluster,
@@ -295,6 +297,16 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
         )
     finally:
         report.timed("plan", begin)
+
+
+def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Options) -> Plan:
+    """Return a given plan with its memory; raise MemoryPlanError where a device has too little for it."""
+    rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
+    figures = evaluate(plan, chain, cluster, rows, rules)
+    short = shortage(plan, cluster, figures)
+    if short is not None:
+        raise MemoryPlanError(f"the given plan does not fit: {short[1]}")
+    return replace(plan, memory_bytes=figures.memory_bytes)
 
 
 def _cut_plan(

@@ -108,6 +108,20 @@ def take_state(built: Built, model: nn.Module) -> None:
                     tensor.copy_(own[name])
 
 
+def refresh_copies(built: Built) -> None:
+    """Bring copies of a parameter on other devices of this process up to the one that the optimizer updates.
+
+    Ranks of one process on one device share each parameter, so there is nothing to do for them.
+    """
+    first: dict[str, Tensor] = {}
+    for _, held in sorted(built.tensors.items()):
+        for name, tensor in held.parameters.items():
+            source = first.setdefault(name, tensor)
+            if source is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(source)
+
+
 def same_start(model: nn.Module, loss_fn: Any, world: World) -> str | None:
     """Give every rank rank 0's weights and buffers where they differ; a collective call.
 

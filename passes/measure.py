@@ -7,6 +7,7 @@ disk as data, under a key of all that it depends on.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import statistics
 import time
@@ -262,3 +263,34 @@ def save_costs(path: Path, table: CostTable) -> None:
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(table.to_json(), encoding="utf-8")
     fresh.replace(path)
+
+
+def measure_nodes(
+    gm: fx.GraphModule,
+    tensors: dict[tuple[str, str], Tensor],
+    inputs: dict[str, tuple[Tensor, int | None]],
+    rows: int,
+    *,
+    device: str = "cpu",
+    repeats: int = 3,
+    progress: Progress | None = None,
+) -> CostTable:
+    """Return the measured cost of every node that belongs to a block, by node name; the blocks are left as they were.
+
+    A node that gives several values is timed together with what takes them apart.
+    """
+    before = {node: BLOCK[node] for node in chain_nodes(gm)}
+    names: list[str] = []
+    try:
+        for node in before:
+            if node.target is operator.getitem and isinstance(source := node.args[0], fx.Node) and source in before:
+                BLOCK[node] = BLOCK[source]
+            else:
+                BLOCK[node] = len(names)
+                names.append(node.name)
+        chain, _ = measure_chain(gm, tensors, inputs, rows, device=device, repeats=repeats, progress=progress)
+    finally:
+        for node, block in before.items():
+            BLOCK[node] = block
+    costs = tuple(replace(cost, name=name) for cost, name in zip(chain.blocks, names, strict=True))
+    return CostTable(f"nodes, rows {sample_rows(rows)}", costs)
