@@ -16,10 +16,13 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.plan import Plan, Stage
 
-from .evaluate import Figures, Rules, evaluate
+from .evaluate import Figures, evaluate
 from .pricing import IMPOSSIBLE, Batch, Pricer
 from .replay import in_flight, lower_bounds, missing_bytes, steps
+from .rules import Rules
 from .table import Floats, Ints, Layout, Table
+
+CLOSE = 1.0001  # times the lower bound: good enough to stop
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Search:
     pricers: dict[tuple[str, tuple[tuple[int, ...], ...], int], Pricer] = field(default_factory=dict)
     best: dict[tuple[object, ...], Found] = field(default_factory=dict)  # by layout, setting and number of stages
     least_s: float = float("inf")
+    floor_s: float = 0.0  # no plan is faster
     closest: tuple[float, Found] | None = None
     exact: bool = False  # every plan is offered: rings that meet are left to `evaluate`
     pending: list[Found] = field(default_factory=list)
@@ -101,8 +105,10 @@ class Search:
             self.pricers[key] = Pricer(self.table, layout, self.request.rows, micro_batches)
         return self.pricers[key]
 
-    def out_of_time(self) -> bool:
-        """Whether the time limit has passed; said in the result."""
+    def enough(self) -> bool:
+        """Whether to stop: a plan close to the bound is known, or the time limit has passed (the result says so)."""
+        if self.least_s <= self.floor_s * CLOSE:
+            return True
         if time.perf_counter() - self.started > self.request.limit_s:
             self.limited = f"stopped after the time limit of {self.request.limit_s:g} s"
         return bool(self.limited)
@@ -136,6 +142,13 @@ class Search:
             self.keep(layout, setting, batch, own)
             result = np.minimum(result, own)
         return result
+
+    def price_one(self, layout: Layout, setting: Setting, batch: Batch) -> tuple[float, bool]:
+        """Step seconds of a single plan, and whether it fits the memory."""
+        prices = self.pricer(layout, setting.micro_batches).price(batch)
+        flying = in_flight(batch.counts.shape[1], setting.micro_batches, setting.schedule, setting.in_flight)
+        seconds = steps(prices, setting.micro_batches, setting.schedule, setting.in_flight, layout)
+        return float(seconds[0]), bool(missing_bytes(prices, flying)[0] <= 0)
 
     def postpone(self, layout: Layout, setting: Setting, batch: Batch, meeting: Ints, own: Floats) -> None:
         """Leave plans whose all-reduces meet on a port to `evaluate`; what is known of them is a lower bound."""

@@ -13,26 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from efftra_fx.cluster import Cluster, Link
-from efftra_fx.cost import Chain, Option
+from efftra_fx.cost import Chain, Crossing, Option
 from efftra_fx.errors import PlanError
 from efftra_fx.plan import Plan, Stage
 
-
-@dataclass(frozen=True)
-class Rules:
-    """What the price of a plan takes into account.
-
-    `overlap`: the gradients of a block are reduced as soon as its last backward is
-    done, not the whole stage's. `whole_rows`: rows are never cut in two (a part of 10
-    rows over 3 replicas takes as long as 4 rows). `forwarded_skips`: a value read by a
-    later stage passes through every stage between, instead of going there straight.
-    """
-
-    overlap: bool = True
-    whole_rows: bool = True
-    forwarded_skips: bool = False
-    optimizer_bytes_per_parameter_byte: float = 2.0
+from .clock import ends
+from .rules import DEFAULT_RULES, Rules
 
 
 @dataclass(frozen=True)
@@ -87,20 +76,23 @@ def largest_micro_batch(rows: int, micro_batches: int, whole: bool) -> float:
     return share(rows, micro_batches, whole)
 
 
-def evaluate(plan: Plan, chain: Chain, cluster: Cluster, rows: int, rules: Rules = Rules()) -> Figures:
+def evaluate(plan: Plan, chain: Chain, cluster: Cluster, rows: int, rules: Rules = DEFAULT_RULES) -> Figures:
     """Price a plan; raise PlanError when it is not one for this chain and this cluster."""
     check_fits(plan, chain, cluster)
     micro_batches = min(plan.micro_batches, rows)
     micro_rows = largest_micro_batch(rows, micro_batches, rules.whole_rows)
-    stages = tuple(stage_figures(plan, index, chain, cluster, micro_rows, rules) for index in range(len(plan.stages)))
-    ends = backward_ends(plan, stages, micro_batches)
+    stages = tuple(
+        stage_figures(plan, index, chain, flow, cluster, micro_rows, rules)
+        for index, flow in enumerate(flows(plan, chain, rules))
+    )
+    last = backward_ends(plan, stages, micro_batches)
     reduces = [
         Reduce(end - before, takes, index, stage.machines if len(stage.machines) > 1 else ())
-        for index, (stage, end) in enumerate(zip(stages, ends, strict=True))
+        for index, (stage, end) in enumerate(zip(stages, last, strict=True))
         for before, takes in stage.reduces
     ]
-    reduces += tied_reduces(plan, chain, cluster, ends)
-    compute_end = max(ends)
+    reduces += tied_reduces(plan, chain, cluster, last)
+    compute_end = max(last)
     return Figures(max(compute_end, reduces_end(reduces)), compute_end, stages)
 
 
@@ -130,7 +122,7 @@ def stage_options(stage: Stage, chain: Chain, cluster: Cluster) -> dict[str, tup
 
 
 def stage_figures(
-    plan: Plan, index: int, chain: Chain, cluster: Cluster, micro_rows: float, rules: Rules
+    plan: Plan, index: int, chain: Chain, flow: Flow, cluster: Cluster, micro_rows: float, rules: Rules
 ) -> StageFigures:
     """Price one stage of a plan."""
     stage = plan.stages[index]
@@ -149,8 +141,8 @@ def stage_figures(
     first = next(iter(options.values()))
     segments = reduce_segments(stage, cluster, [option.gradient_bytes for option in first])
     reduces = reduce_starts(backwards, segments, rules.overlap)
-    send, back = boundary_times(plan, index, chain, cluster, micro_rows, rules)
-    memory = stage_memory(plan, index, chain, max(options.values(), key=resident_bytes), rows, rules)
+    send, back = boundary_times(plan, index, flow, cluster, micro_rows, rules)
+    memory = stage_memory(plan, index, flow, max(options.values(), key=resident_bytes), rows, rules)
     machines = tuple(sorted({cluster.devices[device].machine for device in stage.devices}))
     return StageFigures(forward, backward, send, back, sum(segments), memory, reduces, machines)
 
@@ -226,29 +218,57 @@ def reduce_starts(backwards: list[float], segments: list[float], overlap: bool) 
     return tuple(reversed(found))
 
 
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of one stage: a row, and whatever the rows. `next` go to the following stage, `back` return from it."""
+
+    coming: tuple[float, float] = (0.0, 0.0)
+    going: tuple[float, float] = (0.0, 0.0)
+    next: tuple[float, float] = (0.0, 0.0)
+    back: tuple[float, float] = (0.0, 0.0)
+
+
+def flows(plan: Plan, chain: Chain, rules: Rules) -> tuple[Flow, ...]:
+    """What crosses the boundaries of each stage; a value with several readers in a stage comes once."""
+    depth = len(plan.stages)
+    owner = [index for index, stage in enumerate(plan.stages) for _ in stage.blocks]
+    sums = {name: [[0.0, 0.0] for _ in range(depth)] for name in ("coming", "going", "next", "back")}
+
+    def add(name: str, stage: int, crossing: Crossing) -> None:
+        sums[name][stage][0] += crossing.bytes_per_row
+        sums[name][stage][1] += crossing.whole_bytes
+
+    for crossing in chain.crossings:
+        source = owner[crossing.producer_block]
+        readers = {owner[block] for block in crossing.consumer_blocks} - {source}
+        if not readers:
+            continue
+        last = max(readers)
+        touched = range(source + 1, last + 1) if rules.forwarded_skips else sorted(readers)
+        for stage in touched:
+            add("coming", stage, crossing)
+            if rules.forwarded_skips or stage == source + 1:
+                add("next", stage - 1, crossing)
+                if crossing.gradient:
+                    add("back", stage - 1, crossing)
+        for stage in range(source, last) if rules.forwarded_skips else (source,):
+            add("going", stage, crossing)
+    return tuple(
+        Flow(*((row, fixed) for row, fixed in (sums[name][index] for name in ("coming", "going", "next", "back"))))
+        for index in range(depth)
+    )
+
+
 def boundary_times(
-    plan: Plan, index: int, chain: Chain, cluster: Cluster, micro_rows: float, rules: Rules
+    plan: Plan, index: int, flow: Flow, cluster: Cluster, micro_rows: float, rules: Rules
 ) -> tuple[float, float]:
     """Seconds of one micro-batch from stage `index` to the next, and of its gradients back."""
     if index + 1 == len(plan.stages):
         return 0.0, 0.0
     stage, following = plan.stages[index], plan.stages[index + 1]
-    forward = backward = whole = whole_back = 0.0
-    for crossing in chain.crossings:
-        if rules.forwarded_skips:
-            crosses = crossing.producer_block < stage.stop_block <= max(crossing.consumer_blocks)
-        else:
-            crosses = crossing.producer_block in stage.blocks and any(
-                block in following.blocks for block in crossing.consumer_blocks
-            )
-        if crosses:
-            forward += crossing.bytes_per_row
-            whole += crossing.whole_bytes
-            backward += crossing.bytes_per_row if crossing.gradient else 0.0
-            whole_back += crossing.whole_bytes if crossing.gradient else 0.0
     return (
-        transfer_seconds(stage, following, cluster, micro_rows, forward, whole, rules.whole_rows),
-        transfer_seconds(following, stage, cluster, micro_rows, backward, whole_back, rules.whole_rows),
+        transfer_seconds(stage, following, cluster, micro_rows, *flow.next, rules.whole_rows),
+        transfer_seconds(following, stage, cluster, micro_rows, *flow.back, rules.whole_rows),
     )
 
 
@@ -320,7 +340,7 @@ def port_rate(port: tuple[str, int], cluster: Cluster) -> float:
     return link.bandwidth_bytes_per_s
 
 
-def stage_memory(plan: Plan, index: int, chain: Chain, options: tuple[Option, ...], rows: float, rules: Rules) -> float:
+def stage_memory(plan: Plan, index: int, flow: Flow, options: tuple[Option, ...], rows: float, rules: Rules) -> float:
     """Bytes on one device of a stage at the fullest moment of the step.
 
     Parameters, their gradients and optimizer state; what each micro-batch in flight
@@ -334,81 +354,25 @@ def stage_memory(plan: Plan, index: int, chain: Chain, options: tuple[Option, ..
     activations = rows * (
         flying * sum(option.saved_bytes for option in options) + sum(option.working_bytes for option in options)
     )
-    coming, going = boundary_bytes(stage, chain, rows, rules)
+    coming, going = (size * rows + fixed for size, fixed in (flow.coming, flow.going))
     buffers = 2 * (coming + going)
     if stage.recompute:
         buffers += flying * coming
     return held + activations + buffers
 
 
-def boundary_bytes(stage: Stage, chain: Chain, rows: float, rules: Rules) -> tuple[float, float]:
-    """Bytes of one micro-batch part that come into a stage and that leave it."""
-    coming = going = 0.0
-    for crossing in chain.crossings:
-        size = crossing.bytes_per_row * rows + crossing.whole_bytes
-        last = max(crossing.consumer_blocks)
-        inside = any(block in stage.blocks for block in crossing.consumer_blocks)
-        passing = rules.forwarded_skips and last >= stage.stop_block
-        if crossing.producer_block < stage.first_block and (inside or passing):
-            coming += size
-        if last >= stage.stop_block and (
-            crossing.producer_block in stage.blocks or (passing and crossing.producer_block < stage.first_block)
-        ):
-            going += size
-    return coming, going
-
-
 def backward_ends(plan: Plan, stages: tuple[StageFigures, ...], micro_batches: int) -> list[float]:
     """When the last backward of each stage ends."""
-    depth = len(stages)
-    free = [0.0] * depth
-    there = [0.0] * depth  # channel to the next stage
-    back = [0.0] * depth  # channel of the gradients to the stage before
-    arrived = [[0.0] * micro_batches for _ in range(depth)]
-    returned = [[0.0] * micro_batches for _ in range(depth)]
-    orders = [stage_order(plan, index, micro_batches) for index in range(depth)]
-    at = [0] * depth
-    done_forward = [0] * depth
-    done_backward = [0] * depth
-    moved = True
-    while moved:
-        moved = False
-        for index, stage in enumerate(stages):
-            while at[index] < len(orders[index]):
-                forward, micro = orders[index][at[index]]
-                if forward:
-                    if index and done_forward[index - 1] <= micro:
-                        break
-                    free[index] = max(free[index], arrived[index][micro]) + stage.forward_s
-                    done_forward[index] = micro + 1
-                    if index + 1 < depth:
-                        there[index] = max(there[index], free[index]) + stage.send_s
-                        arrived[index + 1][micro] = there[index]
-                else:
-                    if index + 1 < depth and done_backward[index + 1] <= micro:
-                        break
-                    free[index] = max(free[index], returned[index][micro]) + stage.backward_s
-                    done_backward[index] = micro + 1
-                    if index:
-                        back[index] = max(back[index], free[index]) + stages[index - 1].return_s
-                        returned[index - 1][micro] = back[index]
-                at[index] += 1
-                moved = True
-    return free
+    forward, backward, there, back = (
+        np.array([[getattr(stage, name) for stage in stages]])
+        for name in ("forward_s", "backward_s", "send_s", "return_s")
+    )
+    line = forward, backward, there[:, :-1], back[:, :-1]
+    found: list[float] = ends(line, micro_batches, plan.schedule, plan.in_flight)[0].tolist()
+    return found
 
 
-def stage_order(plan: Plan, index: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """(is it a forward, micro-batch) in the order in which the stage works."""
-    ahead = min(plan.warm_up(index), micro_batches)
-    order = [(True, micro) for micro in range(ahead)]
-    for micro in range(micro_batches):
-        order.append((False, micro))
-        if micro + ahead < micro_batches:
-            order.append((True, micro + ahead))
-    return order
-
-
-def tied_reduces(plan: Plan, chain: Chain, cluster: Cluster, ends: list[float]) -> list[Reduce]:
+def tied_reduces(plan: Plan, chain: Chain, cluster: Cluster, last: list[float]) -> list[Reduce]:
     """One more all-reduce for the parameters that several stages hold, over all of their devices."""
     takes, first = 0.0, len(plan.stages)
     for shared in chain.shared:
@@ -419,7 +383,7 @@ def tied_reduces(plan: Plan, chain: Chain, cluster: Cluster, ends: list[float]) 
             members = sum(plan.stages[index].replicas for index in holders)
             takes += ring_seconds(shared.parameter_bytes, members, ring_link(plan.devices, cluster))
             first = min(first, holders[0])
-    return [Reduce(ends[first], takes, len(plan.stages), ())] if takes > 0 else []
+    return [Reduce(last[first], takes, len(plan.stages), ())] if takes > 0 else []
 
 
 def reduces_end(reduces: list[Reduce]) -> float:

@@ -21,10 +21,11 @@ from efftra_fx.plan import SCHEDULES, Plan
 
 from .candidates import Found, Request, Search, Setting
 from .dynamic import RATIOS, scan
-from .evaluate import Figures, Rules
+from .evaluate import Figures
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
 from .placement import layouts
 from .refine import Shape, found_shape, refine, shape_of, to_batch
+from .rules import Rules
 from .table import Layout, Table
 from .wide import wide_scan
 
@@ -32,6 +33,7 @@ NARROW = 32  # devices in a line up to which the dynamic program tells positions
 MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
 POSITIONS = 28  # cut positions that it looks at
 MOST_MICRO_BATCHES = 512
+MOST_ALTERNATIVES = 10
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def partition(
     check_request(chain, cluster, request)
     rules = Rules(overlap, whole_rows, forwarded_skips, optimizer_bytes_per_parameter_byte)
     search = Search(chain, cluster, rules, request, Table(chain, cluster, rules, tensor))
+    search.floor_s = lower_bound(search)
     proven = False
     everything = [setting for micro in every_micro(rows, micro_batches) for setting in orders_of(request, micro)]
     lines = layouts(cluster, search.table)
@@ -108,7 +111,7 @@ def partition(
     else:
         look_around(search, lines)
     found, plan, figures = choose(search)
-    bound = figures.step_s if proven else min(figures.step_s, lower_bound(search))
+    bound = figures.step_s if proven else min(figures.step_s, search.floor_s)
     plan = replace(plan, lower_bound_s=bound)
     others = alternatives(search, plain, found)
     return Planned(plan, figures, bound, search.candidates, others, proven, search.limited)
@@ -237,7 +240,7 @@ def look_around(search: Search, lines: list[Layout]) -> None:
             best = [starts[at] for at in order.tolist() if np.isfinite(values[at])]
             if best:
                 seeds.append((float(values[order[0]]), index, micro, layout, best))
-            if search.out_of_time():
+            if search.enough():
                 break
     seeds.sort(key=lambda one: one[:3])
     polish(search, seeds, micros)
@@ -295,14 +298,14 @@ def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape
     """Refine the best seeds; try other numbers of micro-batches for what comes out."""
     better: list[tuple[float, int, int, Layout, list[Shape]]] = []
     for value, index, micro, layout, starts in seeds:
-        if search.out_of_time() or value > 1.5 * search.least_s:
+        if search.enough() or value > 1.5 * search.least_s:
             break
         front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 2, 2)
         if front:
             better.append((front[0][0], index, micro, layout, [shape for _, shape in front] + starts[:4]))
     better.sort(key=lambda one: one[:3])
     for value, _, micro, layout, starts in better[:3]:
-        if search.out_of_time() or value > 1.1 * search.least_s:
+        if search.enough() or value > 1.1 * search.least_s:
             break
         tried = {micro}
         front = refine(search, layout, micro, orders_of(search.request, micro), starts, 3, 12)
@@ -405,17 +408,17 @@ def alternatives(search: Search, plain: list[tuple[str, Shape, Setting]], chosen
     """The plain plans and the best of each other kind, from the fastest to the slowest."""
     line = layouts(search.cluster, search.table)[0]
     found: dict[str, Alternative] = {}
-    for label, (cuts, counts, ways, skip), setting in plain:
-        plan, figures = search.judge(Found(0.0, line, setting, cuts, counts, ways, skip))
-        fits = shortage(plan, search.cluster, figures) is None
-        found[label] = Alternative(label, figures.step_s, plan if fits else None)
+    for label, shape, setting in plain:
+        step_s, fits = search.price_one(line, setting, to_batch([shape]))
+        plan = search.plan(Found(step_s, line, setting, *shape))
+        found[label] = Alternative(label, step_s, replace(plan, predicted_step_s=step_s) if fits else None)
     for other in sorted(search.best.values(), key=lambda one: one.key):
         label = describe(other)
         if found_shape(other) == found_shape(chosen) and other.setting == chosen.setting:
             continue
-        if label not in found and len(found) < 10:
-            plan, figures = search.judge(other)
-            found[label] = Alternative(label, figures.step_s, plan)
+        if label not in found and len(found) < MOST_ALTERNATIVES:
+            plan = replace(search.plan(other), predicted_step_s=other.step_s)
+            found[label] = Alternative(label, other.step_s, plan)
     return tuple(sorted(found.values(), key=lambda one: (one.step_s, one.label)))
 
 

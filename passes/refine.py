@@ -201,7 +201,7 @@ def refine(
             if shape not in expanded:
                 expanded.add(shape)
                 fresh.update(dict.fromkeys(one for one in around.of(shape) if one not in known))
-        if not fresh or search.out_of_time():
+        if not fresh or search.enough():
             break
         shapes = list(fresh)
         worst = front[-1][0] if len(front) == beam else np.inf

@@ -1,18 +1,13 @@
 """Run the schedules of many plans at once, and bound their step times from below.
 
-The replay follows every micro-batch through stages and channels exactly as
-`evaluate` does for one plan, with one array operation for all plans:
-
-    forward  i:  each stage waits for micro-batch i, for itself, and for the backward
-                 that must come first; a running maximum along the line of stages and
-                 channels gives all ends at once
-    backward:    after forward i, stage s (at most K_s in flight) may run backward i - K_s + 1
+The times of the stages go through `clock.py`; the all-reduces come after.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .clock import ends
 from .pricing import Prices
 from .table import Floats, Ints, Layout
 
@@ -36,61 +31,6 @@ def missing_bytes(prices: Prices, flying: Ints) -> Floats:
     return missing
 
 
-def gpipe_ends(prices: Prices, micro_batches: int) -> Floats:
-    """When the last backward of each stage ends under GPipe: two flow shops, each with a closed form."""
-    more = micro_batches - 1
-    ahead = np.maximum(prices.forward_s.max(axis=1), prices.there_s.max(axis=1, initial=0.0))
-    start = prices.forward_s.sum(axis=1) + prices.there_s.sum(axis=1) + more * ahead
-    back = np.concatenate([prices.back_s, np.zeros((len(start), 1))], axis=1)[:, ::-1]
-    backward = prices.backward_s[:, ::-1]
-    ends = np.cumsum(back + backward, axis=1) + more * np.maximum.accumulate(np.maximum(back, backward), axis=1)
-    found: Floats = (start[:, None] + ends)[:, ::-1]
-    return found
-
-
-def backward_ends(prices: Prices, micro_batches: int, multiplicity: int) -> Floats:
-    """When the last backward of each stage ends under 1F1B, shape (plans, stages)."""
-    forward, backward, back = prices.forward_s, prices.backward_s, prices.back_s
-    plans, stages = forward.shape
-    behind = np.arange(stages, 0, -1)
-    flying = behind if multiplicity == 1 else 2 * behind - 1  # strictly falling: no backward needs one of its round
-    line = np.zeros((plans, 2 * stages - 1))
-    line[:, 0::2] = forward
-    line[:, 1::2] = prices.there_s
-    through = np.cumsum(line, axis=1)
-    before = through - line
-    free = np.zeros((plans, stages))
-    ends = np.zeros((plans, 2 * stages - 1))  # of the latest forward: stages and channels in turn
-    returning = np.zeros((plans, max(stages - 1, 1)))
-    rounds = micro_batches + int(flying.max()) - 1
-    # forward ends are needed only through `free`; gradients wait in a ring of `deep` columns
-    deep = int(flying.max()) + 1
-    arrived = np.zeros((deep, plans, stages))
-    order = np.arange(stages)
-    for turn in range(rounds):
-        if turn < micro_batches:
-            ready = ends.copy()
-            ready[:, 0::2] = free
-            ends = np.maximum.accumulate(ready - before, axis=1) + through
-            free = ends[:, 0::2].copy()
-        micro = turn - flying + 1
-        active = order[(micro >= 0) & (micro < micro_batches)]
-        if len(active) == 0:
-            continue
-        whole = len(active) == stages
-        chosen = slice(None) if whole else active
-        at = micro[chosen] % deep
-        done = np.maximum(free[:, chosen], arrived[at, :, order[chosen]].T) + backward[:, chosen]
-        free[:, chosen] = done
-        if stages > 1:
-            inner = active[active > 0]
-            start = len(active) - len(inner)
-            channel = np.maximum(returning[:, inner - 1], done[:, start:]) + back[:, inner - 1]
-            returning[:, inner - 1] = channel
-            arrived[micro[inner] % deep, :, inner - 1] = channel.T
-    return free
-
-
 def steps(
     prices: Prices, micro_batches: int, schedule: str, multiplicity: int, layout: Layout, meet: bool = True
 ) -> Floats:
@@ -98,25 +38,25 @@ def steps(
 
     Without `meet`, all-reduces that share a machine's port are not made to wait: a lower bound.
     """
-    gpipe = schedule == "gpipe" or prices.forward_s.shape[1] == 1
-    ends = gpipe_ends(prices, micro_batches) if gpipe else backward_ends(prices, micro_batches, multiplicity)
-    return np.maximum(reduced(prices, ends, layout, meet), tied_end(prices, ends))
+    line = prices.forward_s, prices.backward_s, prices.there_s, prices.back_s
+    last = ends(line, micro_batches, schedule, multiplicity)
+    return np.maximum(reduced(prices, last, layout, meet), tied_end(prices, last))
 
 
-def tied_end(prices: Prices, ends: Floats) -> Floats:
+def tied_end(prices: Prices, last: Floats) -> Floats:
     """When the parameters that several stages hold are reduced; 0 without any."""
-    return np.where(prices.tied_s > 0, ends[np.arange(len(ends)), prices.tied_stage] + prices.tied_s, 0.0)
+    return np.where(prices.tied_s > 0, last[np.arange(len(last)), prices.tied_stage] + prices.tied_s, 0.0)
 
 
-def reduced(prices: Prices, ends: Floats, layout: Layout, meet: bool) -> Floats:
+def reduced(prices: Prices, done_s: Floats, layout: Layout, meet: bool) -> Floats:
     """When the last all-reduce ends; rings that share a machine's port wait for one another, late stages first."""
-    stages = ends.shape[1]
-    last: Floats = (ends + prices.extra_s).max(axis=1)
+    stages = done_s.shape[1]
+    last: Floats = (done_s + prices.extra_s).max(axis=1)
     sharing = prices.spans.sum(axis=1) > 1
     if not meet or not sharing.any():
         return last
     picked = np.nonzero(sharing)[0]
-    end, extra, takes = ends[picked], prices.extra_s[picked], prices.reduce_s[picked]
+    end, extra, takes = done_s[picked], prices.extra_s[picked], prices.reduce_s[picked]
     spans, first, stop = prices.spans[picked], prices.first[picked], prices.stop[picked]
     done = np.zeros(end.shape)
     for stage in range(stages - 1, -1, -1):

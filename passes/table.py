@@ -24,7 +24,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.errors import PlanError
 
-from .evaluate import Rules
+from .rules import Rules
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -206,7 +206,7 @@ class Layout:
         self.uniform = len(table.classes) == 1
 
     def meet(self, first: Ints, stop: Ints, other_first: Ints, other_stop: Ints) -> NDArray[np.bool_]:
-        """Whether two runs of positions, the first before the other, have a machine in common; unknown counts as yes."""
+        """Whether two runs of positions, one before the other, share a machine; unknown counts as yes."""
         if self.in_line:
             low = self.machine[np.minimum(other_first, self.size - 1)]
             return np.asarray(self.machine[np.maximum(stop - 1, 0)] >= low)
