@@ -40,17 +40,18 @@ def emit(
     takes: Sequence[int] | None = None,
     gives: Sequence[int] | None = None,
     consumes: Sequence[bool] = (),
-    into: Sequence[int] = (),
+    groups: Sequence[str] = (),
+    into: Sequence[int] | None = None,
     overwrite: bool = False,
 ) -> Emitted:
     """Generate, compile and return the function that computes `gm`.
 
     Without `takes` the function takes one argument a placeholder; with it, one sequence a
-    group, of that many placeholders each. A group flagged in `consumes` must be a list, and is
-    emptied, so that its values are freed at their last use and not when the caller returns. Without
-    `gives` it returns a tuple of the graph's outputs (or the value alone if the graph returns
-    one bare value); with it, one list a group, of that many outputs each (the only group comes
-    bare).
+    group, of that many placeholders each; `groups` names the groups. A group flagged in `consumes`
+    must be a list, and is emptied, so that its values are freed at their last use and not when
+    the caller returns. Without `gives` it returns a tuple of the graph's outputs (or the value
+    alone if the graph returns one bare value); with it, one list a group, of that many outputs
+    each (the only group comes bare).
 
     With `into` the function takes one more argument, a sequence of tensors, one for each of the
     outputs that `into` lists by index: these outputs are added into them, or overwrite
@@ -61,8 +62,8 @@ def emit(
 
     Raises `EmitError` for a graph that is not flat or whose groups don't add up.
     """
-    writer = _Writer(gm, name, find_sums(gm.graph, into, overwrite))
-    source = writer.write(takes, gives, consumes)
+    writer = _Writer(gm, name, find_sums(gm.graph, into or (), overwrite), into is not None)
+    source = writer.write(takes, gives, consumes, groups)
     file = f"<efftra {name} {next(_FILES)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), writer.names)
@@ -74,26 +75,33 @@ def emit(
 class _Writer:
     """The text of one function and the global names that it needs."""
 
-    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums, adds: bool) -> None:
         self.gm = gm
         self.name = name
         self.sums = sums
+        self.adds = adds
         self.names: dict[str, Any] = {}
         self.constants: dict[int, str] = {}
         self.taken = {node.name for node in gm.graph.nodes} | {name, *sums.buffers}
         self.unpacked: set[fx.Node] = set()  # getitem nodes that their tuple's statement has assigned
 
-    def write(self, takes: Sequence[int] | None, gives: Sequence[int] | None, consumes: Sequence[bool]) -> str:
+    def write(
+        self,
+        takes: Sequence[int] | None,
+        gives: Sequence[int] | None,
+        consumes: Sequence[bool],
+        groups: Sequence[str],
+    ) -> str:
         nodes = list(self.gm.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        names = [self.fresh(f"group{index}") for index in range(len(takes or ()))]
+        hints = [*groups, *(f"group_{index}" for index in range(len(groups), len(takes or ())))]
+        names = [self.fresh(hint) for hint in hints]
         buffers = self.fresh("buffers")
         arguments = [node.name for node in inputs] if takes is None else list(names)
-        arguments += [buffers] if self.sums.buffers else []
+        arguments += [buffers] if self.adds else []
         body = [] if takes is None else _unpack(inputs, takes, names, consumes)
-        if self.sums.buffers:
+        if self.adds:
             body.append(f"[{', '.join(self.sums.buffers)}] = {buffers}")
-        body += self.sums.opening
         last = _last_uses(nodes, self.sums)
         module = ""
         for node in nodes:

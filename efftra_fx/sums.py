@@ -49,7 +49,6 @@ class Sums:
     inlined: dict[fx.Node, Statement] = field(default_factory=dict)
     added: dict[fx.Node, list[tuple[str, bool]]] = field(default_factory=dict)
     dissolved: set[fx.Node] = field(default_factory=set)
-    opening: list[str] = field(default_factory=list)
 
 
 def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
@@ -80,10 +79,10 @@ def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
 
 def _terms(node: fx.Node, alone: bool, dissolved: set[fx.Node]) -> list[tuple[fx.Node, bool]]:
     """Take a sum apart; each term comes with whether nothing else uses it."""
-    if alone and node.target is aten.clone.default and isinstance(copied := node.args[0], fx.Node):
+    if alone and node.target in _COPIES and isinstance(copied := node.args[0], fx.Node) and _same_shape(node, copied):
         dissolved.add(node)
         return _terms(copied, len(copied.users) == 1, dissolved)
-    if not alone or node.target is not aten.add.Tensor or node.kwargs or not _same_shape(node):
+    if not alone or node.target is not aten.add.Tensor or node.kwargs or not _same_shape(node, *node.args[:2]):
         return [(node, alone)]
     dissolved.add(node)
     one, other = node.args
@@ -93,10 +92,14 @@ def _terms(node: fx.Node, alone: bool, dissolved: set[fx.Node]) -> list[tuple[fx
     return [*_terms(one, len(one.users) == 1, dissolved), *_terms(other, len(other.users) == 1, dissolved)]
 
 
-def _same_shape(node: fx.Node) -> bool:
-    values = [value.meta.get("val") if isinstance(value, fx.Node) else None for value in (node, *node.args[:2])]
+# What only makes memory of its own: whoever adds the value up needs no copy of it.
+_COPIES = frozenset({aten.clone.default})
+
+
+def _same_shape(*nodes: Any) -> bool:
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return len(tensors) == 3 and len({(value.shape, value.dtype) for value in tensors}) == 1
+    return len(tensors) == len(nodes) and len({(value.shape, value.dtype) for value in tensors}) == 1
 
 
 def _inline(node: fx.Node, buffer: str, first: bool) -> Statement | None:

@@ -34,7 +34,7 @@ from efftra_fx.errors import DifferentiateError
 from .deferred import Product, find_product
 from .gradients import own_gradients, separate
 from .joint import Joint, record_joint
-from .slices import ancestors, cut, is_random, storage_bytes
+from .slices import ancestors, cut, is_check, is_random, storage_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,13 @@ class Part:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     consumes: tuple[bool, ...]
+    groups: tuple[str, ...]
     weights: tuple[int, ...] = ()
 
     @cached_property
     def function(self) -> Emitted:
         """The generated function, compiled at first use."""
-        return emit(self.graph, name=self.name, takes=self.takes, gives=self.gives, consumes=self.consumes)
+        return self._emit(self.name)
 
     @cached_property
     def accumulate(self) -> Emitted:
@@ -65,21 +66,22 @@ class Part:
 
         One tensor for each of `weights`; they are returned in their place.
         """
-        return self._into("accumulate", False)
+        return self._emit(f"{self.name}_accumulate", self.weights)
 
     @cached_property
     def overwrite(self) -> Emitted:
         """Like `accumulate`, but what the tensors hold before is lost."""
-        return self._into("overwrite", True)
+        return self._emit(f"{self.name}_overwrite", self.weights, True)
 
-    def _into(self, how: str, overwrite: bool) -> Emitted:
+    def _emit(self, name: str, into: tuple[int, ...] | None = None, overwrite: bool = False) -> Emitted:
         return emit(
             self.graph,
-            name=f"{self.name}_{how}",
+            name=name,
             takes=self.takes,
             gives=self.gives,
             consumes=self.consumes,
-            into=self.weights,
+            groups=self.groups,
+            into=into,
             overwrite=overwrite,
         )
 
@@ -140,8 +142,8 @@ def differentiate(
 
     `wrt` flags the inputs whose gradients are wanted, `weight_inputs` those of them that are weights,
     `grad_outputs` the outputs that get a gradient. Examples may be real, fake or meta tensors (the
-    latter stand for tensors on `device`), and plain numbers; their values are not used, and
-    what the functions are given later must have their shapes, strides and dtypes. With
+    latter stand for tensors on `device`), whose values are not used, or plain numbers, which are built in. What
+    the functions are given later must have the examples' shapes, strides and dtypes. With
     `recompute` the forward keeps only its inputs and random masks, and the backward runs it again.
 
     Raises `DifferentiateError` when flags don't fit, or when shapes depend on values.
@@ -174,23 +176,33 @@ def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recom
     first = ancestors(early, frozenset([*stash, *tangents]))
     weight_stash = _crossing(graph, late, first | set(stash) | set(tangents), [])
 
-    def part(name: str, sources: Sequence[list[fx.Node]], consumes: bool, *results: Sequence[Any]) -> Part:
+    def part(name: str, sources: dict[str, list[fx.Node]], *results: Sequence[Any]) -> Part:
         flat = [value for group in results for value in group]
-        piece = cut(joint.module, graph, sources=[node for group in sources for node in group], results=flat)
+        given = [node for group in sources.values() for node in group]
+        also = [node for node in graph.nodes if is_random(node) or is_check(node)] if name == "forward" else []
+        piece = cut(joint.module, graph, sources=given, results=flat, also=also)
         place = next((i for i, group in enumerate(results) if group is late or group is now), len(results))
         offset = sum(map(len, results[:place]))
         added = [offset + i for i, grad in enumerate(results[place] if place < len(results) else ()) if grad]
         return Part(
-            name, piece, tuple(map(len, sources)), tuple(map(len, results)), (consumes,) * len(sources), tuple(added)
+            name,
+            piece,
+            takes=tuple(map(len, sources.values())),
+            gives=tuple(map(len, results)),
+            consumes=tuple(group != "inputs" for group in sources),
+            groups=tuple(sources),
+            weights=tuple(added),
         )
 
+    coming = {"stash": stash, "grads": tangents}
+    waiting = {"weight_stash": weight_stash}
     return Differentiated(
-        forward=part("forward", [inputs], False, joint.outputs, stash),
-        backward=part("backward", [stash, tangents], True, early, late),
-        backward_input=part("backward_input", [stash, tangents], True, early, weight_stash),
-        backward_weight=part("backward_weight", [weight_stash], True, late),
-        backward_deferring=part("backward_deferring", [stash, tangents], True, early, now, terms),
-        weight_deferring=part("weight_deferring", [weight_stash], True, now, terms),
+        forward=part("forward", {"inputs": inputs}, joint.outputs, stash),
+        backward=part("backward", coming, early, late),
+        backward_input=part("backward_input", coming, early, weight_stash),
+        backward_weight=part("backward_weight", waiting, late),
+        backward_deferring=part("backward_deferring", coming, early, now, terms),
+        weight_deferring=part("weight_deferring", waiting, now, terms),
         products=products,
         input_gradients=tuple(grad is not None for grad in early),
         weight_gradients=tuple(grad is not None for grad in late),

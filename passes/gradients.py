@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -58,19 +60,18 @@ def own_gradients(joint: Joint, weights: tuple[bool, ...]) -> list[fx.Node | Non
 
 
 def _clone(graph: fx.Graph, grad: fx.Node, weight: fx.Node) -> fx.Node:
-    like = weight.meta["val"]
-    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-    fits = (
-        form
-        for form in formats
-        if like.dim() == _RANKS.get(form, like.dim()) and like.is_contiguous(memory_format=form)
-    )
-    layout = next(fits, torch.preserve_format)
-    clone = graph.create_node(
-        "call_function", aten.clone.default, (grad,), {"memory_format": layout}, name=f"{grad.name}_clone"
-    )
-    clone.meta = {**grad.meta, "val": grad.meta["val"].clone(memory_format=layout)}
-    return clone
+    """Copy a gradient into memory of its own, its dimensions in the order in which the weight's lie in memory."""
+    stride = weight.meta["val"].stride()
+    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    back = [order.index(dim) for dim in range(len(order))]
+    plain = order == back == list(range(len(order)))
+    node = grad if plain else _call(graph, aten.permute.default, grad, order)
+    node = _call(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
+    return node if plain else _call(graph, aten.permute.default, node, back)
 
 
-_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+def _call(graph: fx.Graph, target: torch._ops.OpOverload, value: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    name = f"{value.name}_{target._schema.name.rpartition('::')[2]}"
+    node = graph.create_node("call_function", target, (value, *args), kwargs, name=name)
+    node.meta = {**value.meta, "val": target(value.meta["val"], *args, **kwargs)}
+    return node

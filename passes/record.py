@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class _Memory:
     writes: int = 0
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the operators that run while the mode is on into `graph`, in functional form.
 
     Each node's `meta["val"]` is the (fake) value it had. An operator that writes in place, as a
@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.module = torch.nn.Module()  # holds the constants that get_attr nodes name
         self.origin: fx.Node | None = None
@@ -52,6 +52,10 @@ class Recorder(TorchDispatchMode):
         self._memories: dict[int, _Memory] = {}
         self._kept: list[torch.Tensor] = []  # an id names its tensor only while that lives
         self._silent = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is being compiled here, and the wrapper that skips it costs a call an operator
 
     def placeholder(self, name: str, value: Any, like: fx.Node | None = None) -> fx.Node:
         """Enter an input of the graph."""
@@ -116,7 +120,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._silent or func.namespace == "prim":
             return func(*args, **kwargs)
-        if private.is_composite(func):
+        if private.is_composite(func, _device_of(args)):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -127,14 +131,16 @@ class Recorder(TorchDispatchMode):
             self._remember(result, node)
             return result
         writes = func._schema.is_mutable
-        inputs = tree_map(self.find, (tuple(args), dict(kwargs)))  # before the call: it may write
+        node_args, node_kwargs = tree_map(self.find, (tuple(args), dict(kwargs)))  # before the call: it may write
         if torch.Tag.inplace_view in func.tags:
             with self.silence():
                 self.find(args[0]).meta["val"] = args[0].detach()  # the tensor itself is about to look otherwise
         result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves) or _is_check(func):
-            node = self._record(functional(func) if writes else func, *inputs, result)
+            if writes:
+                node_args = with_defaults(func, node_args)
+            node = self._record(functional(func) if writes else func, node_args, node_kwargs, result)
             if writes:
                 self._write(func, args[0], node)
         return result
@@ -206,6 +212,16 @@ def functional(func: Any) -> Any:
     raise DifferentiateError(f"{func} writes in place and has no functional form, so it cannot be differentiated ahead")
 
 
+def with_defaults(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return positional arguments with those that were left out: the functional form may have other defaults."""
+    rest = [argument for argument in func._schema.arguments[len(args) :] if not argument.kwarg_only]
+    return (*args, *(argument.default_value for argument in rest))
+
+
+def _device_of(args: Any) -> str:
+    return next((leaf.device.type for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)), "cpu")
+
+
 def _is_check(func: Any) -> bool:
     """Tell whether an operator is called only for the error that it may raise."""
     return str(func._schema.name).startswith("aten::_assert_async")
@@ -225,6 +241,3 @@ def _explain(node: fx.Node, origin: fx.Node) -> None:
     for key in ("nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
-
-
-__all__: Sequence[str] = ("Recorder", "functional")

@@ -41,13 +41,14 @@ def cut(
     *,
     sources: Sequence[fx.Node],
     results: Sequence[Any],
+    also: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
     """Return the graph that computes `results` from `sources`, in the order of `graph`.
 
     Placeholders are the sources, in order, under their own names. Results may be nodes,
-    None or plain constants.
+    None or plain constants. The nodes `also` named are computed whether or not a result needs them.
     """
-    needed = ancestors(results, frozenset(sources))
+    needed = ancestors([*results, *also], frozenset(sources))
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for source in sources:
@@ -87,6 +88,11 @@ def is_random(node: fx.Node) -> bool:
         return False
     dropout = argument(node, "dropout_p")
     return not (isinstance(dropout, float) and dropout == 0.0)  # attention draws only for its dropout
+
+
+def is_check(node: fx.Node) -> bool:
+    """Tell whether a node is computed only for the error that it may raise."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("aten::_assert_async")
 
 
 def argument(node: fx.Node, name: str) -> Any:

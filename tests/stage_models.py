@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
 
 
 class Lambda(nn.Module):
@@ -113,7 +117,9 @@ def _indexing(x: Tensor, weight: Tensor) -> Tensor:
     picked = x[:, order] * weight[order]
     gathered = torch.gather(x, 1, torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0]]))
     spread = torch.zeros_like(x).scatter_add(1, torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0]]), gathered)
-    return torch.cat([picked, gathered.cumsum(1), spread.clamp(-1, 1), x.flip(1), x[:, ::2], x.masked_fill(x > 0, 0.5)], 1)
+    return torch.cat(
+        [picked, gathered.cumsum(1), spread.clamp(-1, 1), x.flip(1), x[:, ::2], x.masked_fill(x > 0, 0.5)], 1
+    )
 
 
 def _complex(x: Tensor, weight: Tensor) -> Tensor:
@@ -148,17 +154,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "dropout": (lambda: nn.Sequential(Block(8, 2, 0.3), Block(8, 2, 0.3)), _sequences),
     "attention": (Attention, _sequences),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), _sequences),
-    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.SiLU(), nn.Conv2d(6, 4, 3, groups=2)), _images),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.SiLU(), nn.Conv2d(6, 4, 3, groups=2)),
+        _images,
+    ),
     "unet": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 2, 2), nn.AvgPool2d(2),
-            nn.Upsample(scale_factor=2, mode="bilinear"), nn.AdaptiveAvgPool2d(3), nn.Upsample(scale_factor=2),
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(4, 4, 2, 2),
+            nn.AvgPool2d(2),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.AdaptiveAvgPool2d(3),
+            nn.Upsample(scale_factor=2),
         ),
         _images,
     ),
-    "batchnorm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)), _images),
+    "batchnorm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)),
+        _images,
+    ),
     "batchnorm eval": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval(), _images),
-    "groupnorm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ELU(), nn.InstanceNorm2d(4)), _images),
+    "groupnorm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ELU(), nn.InstanceNorm2d(4)),
+        _images,
+    ),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), _tensors((4, 5, 6))),
     "gru": (lambda: Recurrent(nn.GRU, num_layers=2), _tensors((4, 5, 6))),
     "rnn": (lambda: Recurrent(nn.RNN), _tensors((4, 5, 6))),
@@ -170,13 +190,81 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "einsum": (lambda: Lambda(lambda x, w: torch.einsum("bij,jk,bkl->bil", x, w, x.mT), (8, 8)), _sequences),
     "complex": (lambda: Lambda(_complex, (5,)), _rows),
     "many outputs": (lambda: Lambda(_many, (8, 8)), _rows),
-    "norms": (lambda: Lambda(lambda x, w: (x.norm(dim=-1), x.std(0), x.var(), x.prod(-1), (x @ w).amax(-1), x.sort(-1)[0]), (8, 8)), _rows),
-    "stacked": (lambda: Lambda(lambda x, y, w: torch.stack([x * w, y, x]).unbind(1)[0], (8,)), _tensors((4, 8), (4, 8))),
+    "norms": (
+        lambda: Lambda(
+            lambda x, w: (x.norm(dim=-1), x.std(0), x.var(), x.prod(-1), (x @ w).amax(-1), x.sort(-1)[0]), (8, 8)
+        ),
+        _rows,
+    ),
+    "stacked": (
+        lambda: Lambda(lambda x, y, w: torch.stack([x * w, y, x]).unbind(1)[0], (8,)),
+        _tensors((4, 8), (4, 8)),
+    ),
     "loss": (lambda: Lambda(lambda x, w: F.cross_entropy(x @ w, torch.tensor([0, 1, -100, 2])), (8, 8)), _rows),
     "in place": (lambda: Lambda(lambda x, w: (x @ w).add_(1).mul_(w[0]).clone().clamp_(max=3).relu_(), (8, 8)), _rows),
-    "expanded": (lambda: Lambda(lambda x, w: (x + w.expand(4, 8)).sum() * torch.ones(3, dtype=torch.float64) , (1, 8)), _rows),
-    "softmax mask": (lambda: Lambda(lambda x, w: torch.where(torch.ones(8, 8).tril().bool(), x.mT @ x @ w, -1e9).softmax(-1), (8, 8)), _rows),
+    "expanded": (
+        lambda: Lambda(lambda x, w: (x + w.expand(4, 8)).sum() * torch.ones(3, dtype=torch.float64), (1, 8)),
+        _rows,
+    ),
+    "softmax mask": (
+        lambda: Lambda(
+            lambda x, w: torch.where(torch.ones(8, 8).tril().bool(), x.mT @ x @ w, -1e9).softmax(-1), (8, 8)
+        ),
+        _rows,
+    ),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Hardswish(), nn.LeakyReLU()), _sequences),
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(3, 2, 2), nn.Softplus()), _tensors((2, 3, 4, 4, 4))),
     "embedding bag": (lambda: nn.EmbeddingBag(11, 4), _tokens),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model exported as a stage: the graph, a value for each input, and which is what."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    gm: fx.GraphModule
+    values: tuple[Tensor, ...]
+    weights: tuple[bool, ...]
+    wrt: tuple[bool, ...]
+    parameters: tuple[str, ...]
+    results: tuple[int, ...]  # which outputs are the model's own; the others are new buffer values
+
+
+@cache
+def export_case(name: str, decompose: bool = True) -> Case:
+    """Export one of the models, always with the same weights and inputs."""
+    make, example = MODELS[name]
+    torch.manual_seed(0)
+    model, inputs = make().double(), example()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(model, inputs, strict=False)
+        program = program.run_decompositions({}) if decompose else program
+    rest = iter(inputs)
+    values, weights, parameters = [], [], []
+    for spec in program.graph_signature.input_specs:
+        weights.append(spec.kind == InputKind.PARAMETER)
+        if spec.kind == InputKind.USER_INPUT:
+            values.append(next(rest))
+            continue
+        target = str(spec.target)
+        held = program.state_dict.get(target)
+        values.append((program.constants[target] if held is None else held).detach().clone())
+        parameters += [target] if weights[-1] else []
+    outputs = program.graph_signature.output_specs
+    results = tuple(index for index, spec in enumerate(outputs) if spec.kind == OutputKind.USER_OUTPUT)
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    wrt = [
+        weight or (kind == InputKind.USER_INPUT and has_gradient(value))
+        for weight, kind, value in zip(weights, kinds, values, strict=True)
+    ]
+    return Case(
+        model, inputs, program.graph_module, tuple(values), tuple(weights), tuple(wrt), tuple(parameters), results
+    )
+
+
+def has_gradient(value: Any) -> bool:
+    """Tell whether a value is one that can have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
