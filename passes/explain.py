@@ -1,0 +1,248 @@
+"""Say why a plan was chosen: the formula filled in, what bounds it, why others lose, what would help.
+
+What would help is found by planning again on a changed cluster, never by a guess.
+All times here are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy as sp
+
+from efftra_fx.cluster import Cluster, Device, Link
+from efftra_fx.cost import Chain
+from efftra_fx.errors import MemoryPlanError
+from efftra_fx.formulas import StageTerms, period, round_trip, tail
+from efftra_fx.formulas import step as step_formula
+from efftra_fx.plan import Plan
+
+from .evaluate import Figures, StageFigures, evaluate
+from .partition import Planned, partition
+from .rules import Rules
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parts of a filled-in formula, seconds."""
+
+    fill_s: float
+    period_s: float
+    periods: int
+    tail_s: float
+    bound: str
+
+    @property
+    def total_s(self) -> float:
+        """The formula's step."""
+        return self.fill_s + self.periods * self.period_s + self.tail_s
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the cluster and the step predicted after planning again; `None` where no plan fits."""
+
+    label: str
+    step_s: float | None
+
+
+def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed: Any) -> str:
+    """The whole explanation as text; `fixed` are the keyword arguments that `partition` was given."""
+    rules = rules_of(fixed)
+    lines = [
+        *about_formula(planned.plan, planned.figures),
+        "",
+        *about_memory(planned.plan, planned.figures, cluster),
+        "",
+        *about_others(planned, chain, cluster, rows, rules),
+        "",
+        *about_changes(planned, changes(chain, cluster, rows, fixed)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rules_of(fixed: dict[str, Any]) -> Rules:
+    """The rules that `partition` makes of its keyword arguments."""
+    names = ("overlap", "whole_rows", "forwarded_skips", "optimizer_bytes_per_parameter_byte")
+    return Rules(**{name: fixed[name] for name in names if name in fixed})
+
+
+def terms(plan: Plan, stages: tuple[StageFigures, ...]) -> list[StageTerms]:
+    """The numbers of the formula."""
+    return [
+        StageTerms(
+            *(
+                sp.Float(number)
+                for number in (
+                    stage.forward_s,
+                    stage.backward_s,
+                    stage.send_s,
+                    stage.return_s,
+                    left_over(stage),
+                    plan.warm_up(index) if plan.micro_batches > 1 else 1e9,
+                )
+            )
+        )
+        for index, stage in enumerate(stages)
+    ]
+
+
+def left_over(stage: StageFigures) -> float:
+    """Seconds of the all-reduce after the last backward, nobody else on the ports."""
+    end = float("-inf")
+    for before, takes in stage.reduces:
+        end = max(end, -before) + takes
+    return max(0.0, end)
+
+
+def parts(plan: Plan, figures: Figures) -> Part:
+    """Fill in the formula."""
+    numbers = terms(plan, figures.stages)
+    fill = float(sum(one.forward + one.there for one in numbers))
+    every = float(period(numbers, plan.schedule, plan.in_flight))
+    return Part(fill, every, plan.micro_batches - 1, float(tail(numbers)), bottleneck(plan, figures, every))
+
+
+def bottleneck(plan: Plan, figures: Figures, every: float) -> str:
+    """What the period consists of, in words."""
+    stages, close = figures.stages, every * (1 - 1e-9)
+    if plan.micro_batches == 1:
+        return "the batch is not divided"
+    if plan.schedule == "gpipe":
+        at = max(range(len(stages)), key=lambda index: stages[index].forward_s + stages[index].backward_s)
+        return f"the slowest forwards and backwards, stage {at} foremost"
+    for index, stage in enumerate(stages):
+        if stage.forward_s + stage.backward_s >= close:
+            return f"compute of stage {index}"
+    for index, stage in enumerate(stages):
+        if max(stage.send_s, stage.return_s) >= close:
+            return f"transfer between stages {index} and {index + 1}"
+    numbers = terms(plan, stages)
+    for index in range(len(stages) - 1):
+        for reach in range(1, min(3, len(stages) - index)):
+            if float(round_trip(numbers[index : index + reach + 1])) / (plan.in_flight * reach + 1) >= close:
+                return f"the way from stage {index} to stage {index + reach} and back, transfers included"
+    for index in range(len(stages)):
+        if float(round_trip(numbers[index:])) / plan.warm_up(index) >= close:
+            return f"the way from stage {index} to the end and back, with {plan.warm_up(index)} micro-batches in flight"
+    return "the pipeline as a whole"
+
+
+def about_formula(plan: Plan, figures: Figures) -> list[str]:
+    """The stages' numbers, the formula, and its sum."""
+    part = parts(plan, figures)
+    lines = ["step = sum of (forward + transfer) + (m - 1) * period + last way back with all-reduces   [predicted]"]
+    lines.append("stage  forward  backward  transfer  return  all-reduce (left over)   milliseconds a micro-batch")
+    for index, stage in enumerate(figures.stages):
+        lines.append(
+            f"{index:5d} {milli(stage.forward_s):>8} {milli(stage.backward_s):>9} {milli(stage.send_s):>9}"
+            f" {milli(stage.return_s):>7} {milli(stage.reduce_s):>11} ({milli(left_over(stage))})"
+        )
+    lines.append(
+        f"step = {milli(part.fill_s)} + {part.periods} * {milli(part.period_s)} + {milli(part.tail_s)}"
+        f" = {milli(part.total_s)} ms by the formula, {milli(figures.step_s)} ms by replaying the schedule"
+    )
+    shares = {
+        "the steady state": part.periods * part.period_s,
+        "filling the pipeline": part.fill_s,
+        "the last way back and the all-reduces": part.tail_s,
+    }
+    largest = max(shares, key=lambda name: shares[name])
+    lines.append(f"most of it is {largest}; the period is bound by {part.bound}")
+    waits = figures.step_s - figures.compute_end_s
+    if waits > 0.005 * figures.step_s:
+        lines.append(f"all-reduces last {milli(waits)} ms longer than all computing")
+    return lines
+
+
+def about_memory(plan: Plan, figures: Figures, cluster: Cluster) -> list[str]:
+    """Memory of a device of each stage, and what is the limit."""
+    lines = []
+    for index, (stage, needed) in enumerate(zip(plan.stages, figures.memory_bytes, strict=True)):
+        limits = [cluster.devices[device].memory_bytes for device in stage.devices]
+        least = min((limit for limit in limits if limit is not None), default=None)
+        of = "no limit" if least is None else f"of {least / 1e9:.3g} GB ({needed / least:.0%})"
+        lines.append(f"stage {index}: {needed / 1e9:.3g} GB {of}, {plan.warm_up(index)} micro-batches in flight")
+    return lines
+
+
+def about_others(planned: Planned, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> list[str]:
+    """The next best plans, how much slower, and the part of the formula that makes them so."""
+    mine = parts(planned.plan, planned.figures)
+    lines = ["other plans:"]
+    for other in planned.alternatives[:6]:
+        if other.plan is None:
+            lines.append(f"  {other.label}: does not fit the memory")
+            continue
+        figures = evaluate(other.plan, chain, cluster, rows, rules)
+        part = parts(other.plan, figures)
+        more = {
+            "its steady state": part.periods * part.period_s - mine.periods * mine.period_s,
+            "filling the pipeline": part.fill_s - mine.fill_s,
+            "its last way back and all-reduces": part.tail_s - mine.tail_s,
+        }
+        worst = max(more, key=lambda name: more[name])
+        lines.append(
+            f"  {other.label}: {milli(figures.step_s)} ms (+{figures.step_s / planned.step_s - 1:.1%});"
+            f" loses {milli(more[worst])} ms in {worst} ({part.bound})"
+        )
+    return lines
+
+
+def changes(chain: Chain, cluster: Cluster, rows: int, fixed: dict[str, Any]) -> Iterator[Change]:
+    """Plan again on each changed cluster."""
+    for label, changed in changed_clusters(cluster):
+        try:
+            yield Change(label, partition(chain, changed, rows, **fixed).step_s)
+        except MemoryPlanError:
+            yield Change(label, None)
+
+
+def changed_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Single changes that money can buy."""
+    links = cluster.links
+    if links.inter is not None and cluster.machines > 1:
+        faster = Link(links.inter.bandwidth_bytes_per_s * 2, links.inter.latency_s)
+        yield "twice the bandwidth between machines", replace(cluster, links=replace(links, inter=faster))
+        if links.inter.latency_s > 0:
+            nearer = Link(links.inter.bandwidth_bytes_per_s, links.inter.latency_s / 2)
+            yield "half the latency between machines", replace(cluster, links=replace(links, inter=nearer))
+    if any(link is not None for link in links.intra):
+        doubled = tuple(link and Link(link.bandwidth_bytes_per_s * 2, link.latency_s) for link in links.intra)
+        yield "twice the bandwidth inside machines", replace(cluster, links=replace(links, intra=doubled))
+    if any(device.memory_bytes is not None for device in cluster.devices):
+        yield "20 % more memory", replace(cluster, devices=tuple(roomier(device) for device in cluster.devices))
+    quicker = tuple(replace(device, speed=device.speed * 1.2) for device in cluster.devices)
+    yield "devices 20 % faster", replace(cluster, devices=quicker)
+
+
+def roomier(device: Device) -> Device:
+    """The device with 20 % more memory."""
+    return device if device.memory_bytes is None else replace(device, memory_bytes=int(device.memory_bytes * 1.2))
+
+
+def about_changes(planned: Planned, found: Iterator[Change]) -> list[str]:
+    """What would help, most first."""
+    known = sorted(found, key=lambda change: (change.step_s is None, change.step_s or 0.0, change.label))
+    lines = ["planned again with:"]
+    for change in known:
+        if change.step_s is None:
+            lines.append(f"  {change.label}: no plan fits")
+            continue
+        gain = planned.step_s / change.step_s - 1
+        lines.append(f"  {change.label}: predicted step {milli(change.step_s)} ms ({gain:+.1%} speed)")
+    return lines
+
+
+def milli(seconds: float) -> str:
+    """Milliseconds with four figures."""
+    return f"{seconds * 1e3:.4g}"
+
+
+def formula_seconds(plan: Plan, figures: Figures) -> float:
+    """The step by the sympy formula."""
+    return float(
+        step_formula(terms(plan, figures.stages), plan.schedule, plan.in_flight, sp.Integer(plan.micro_batches))
+    )
