@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
 from efftra_fx.errors import CaptureError
@@ -147,4 +146,4 @@ def run_evaluation(
         joined = world.run(work)[0]
         function = TailFunction(evaluation.tail, tensors[world.ranks[0]].buffers, 0, world.device)
         flat = function.results(batch, joined)
-    return pytree.tree_unflatten(list(flat), evaluation.out_tree)
+    return evaluation.out_tree.rebuild(list(flat))

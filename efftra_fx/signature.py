@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import InputError
 
 
@@ -33,14 +34,14 @@ class Call:
     """The structure of a call: `(args, kwargs, target)` as a tree of named leaves."""
 
     leaves: tuple[Leaf, ...]
-    tree: Any
+    tree: Tree
     has_target: bool
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Return `(args, kwargs, target)` with these tensors at the tensor leaves."""
         source = iter(tensors)
         flat = [next(source) if leaf.tensor else leaf.constant for leaf in self.leaves]
-        args, kwargs, target = pytree.tree_unflatten(flat, self.tree)
+        args, kwargs, target = self.tree.rebuild(flat)
         return args, kwargs, target
 
     @property
@@ -62,7 +63,7 @@ def read_call(
     except TypeError as error:
         raise InputError(f"the model's forward{signature} cannot be called like this: {error}") from None
     names = _argument_names(signature, bound)
-    paths, tree = pytree.tree_flatten_with_path((bound.args, dict(sorted(bound.kwargs.items())), target))
+    paths, tree = take_apart((bound.args, dict(sorted(bound.kwargs.items())), target))
     leaves: list[Leaf] = []
     tensors: list[Tensor] = []
     for path, value in paths:

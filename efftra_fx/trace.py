@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from efftra_fx.capture_regions import inline_grad_regions
+from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, LossError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.signature import Call, distinct
@@ -51,12 +51,27 @@ class Captured:
     call: Call
     batch_leaves: tuple[int | None, ...]
     symbolic: bool
-    out_tree: Any = None
+    out_tree: OutputTree | None = None
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """How a model's output is put together: the leaves that the graph computes, and those that are constants."""
+
+    tree: Tree
+    moving: tuple[bool, ...]
+    constants: tuple[Any, ...]
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Return the output with these values at the leaves that the graph computes."""
+        source = iter(values)
+        flat = [next(source) if m else constant for m, constant in zip(self.moving, self.constants, strict=True)]
+        return self.tree.rebuild(flat)
 
 
 class _Step(nn.Module):
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, call: Call, want: str, note_tree: Callable[[Any], None]
+        self, model: nn.Module, loss_fn: LossFn | None, call: Call, want: str, note_tree: Callable[[OutputTree], None]
     ) -> None:
         super().__init__()
         self.model = model
@@ -70,9 +85,12 @@ class _Step(nn.Module):
         output = self.model(*args, **kwargs)
         if self.want == "loss":
             return loss_of(output, self.loss_fn, target, self.call_structure.has_target)
-        flat, tree = pytree.tree_flatten(output)
-        self.note_tree(tree)
-        return tuple(flat)
+        leaves, tree = take_apart(output)
+        flat = [leaf for _, leaf in leaves]
+        moving = tuple(isinstance(leaf, (Tensor, torch.SymInt)) for leaf in flat)
+        constants = tuple(None if m else leaf for leaf, m in zip(flat, moving, strict=True))
+        self.note_tree(OutputTree(tree, moving, constants))
+        return tuple(leaf for leaf, m in zip(flat, moving, strict=True) if m)
 
 
 def loss_of(output: Any, loss_fn: LossFn | None, target: Any, has_target: bool) -> Tensor:
@@ -122,7 +140,7 @@ def capture(
     size, the graph is captured at the size of the example and `symbolic` is False.
     Raises CaptureError where the model cannot be captured.
     """
-    trees: list[Any] = []
+    trees: list[OutputTree] = []
     step = _Step(model, loss_fn, call, want, trees.append)
     step.training = model.training
     program = _export(step, distinct(tensors), batch_leaves)

@@ -1,10 +1,12 @@
 """prove-batch: how each node's value follows the batch.
 
-Every node is computed for a small batch as a whole and for its parts, with parameters
-moved off special values (a zero gain would hide what is behind it) and random masks
-fixed. How whole and parts relate is written down: rows, whole, sum, or mixed. The
-dimension comes from the shapes; equality of values is the proof that the rows of a
-part do not feel the rows of another.
+Every node is computed for a small batch as a whole and for its parts, in double precision,
+with parameters moved off special values (a zero gain would hide what is behind it) and
+random masks fixed. How whole and parts relate is written down: rows, whole, sum, or mixed.
+The dimension comes from the shapes; equality of values is the proof that the rows of a
+part do not feel the rows of another. The batch is cut in two ways, so that no row stands
+alone by chance. A value that is computed from rows is never called the same for all parts
+because it happens to be: only what reads no row, or just the shape of rows, is.
 """
 
 from __future__ import annotations
@@ -15,12 +17,27 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
 
 from .means import argument, with_argument
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = 1e-9
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_SHAPE_ONLY = frozenset(
+    {
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.zeros_like.default,
+        torch.ops.aten.ones_like.default,
+        torch.ops.aten.full_like.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_zeros.default,
+        torch.ops.aten.new_ones.default,
+        torch.ops.aten.new_full.default,
+        torch.ops.aten.new_empty.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +57,36 @@ class ProveBatch:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rows = next(t.shape[d] for t, d in zip(self.inputs, self.batch_leaves, strict=True) if d is not None)
-        cut = (slice(0, 1), slice(1, rows))
         values = {key: _moved(tensor) for key, tensor in self.values.items()}
         whole = evaluate_nodes(gm, values, self.inputs)
-        parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
         mark_free(gm)
-        for node in gm.graph.nodes:
-            if node.op != "output":
-                BATCH[node] = relation(whole[node], [p[node] for p in parts], rows, [1, rows - 1], FREE[node])
+        reading = reads_rows(gm, self.batch_leaves)
+        for middle in dict.fromkeys((1, rows - 1)):
+            cut = (slice(0, middle), slice(middle, rows))
+            parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
+            for node in gm.graph.nodes:
+                if node.op == "output":
+                    continue
+                sizes = [middle, rows - middle]
+                found = relation(whole[node], [p[node] for p in parts], rows, sizes, node in reading)
+                if middle == 1 or BATCH[node] == found:
+                    BATCH[node] = found
+                else:
+                    BATCH[node] = Split("mixed")
         return gm
+
+
+def reads_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> set[fx.Node]:
+    """Return the nodes whose values are computed from rows of the batch, and not just from how many there are."""
+    leaves = iter(batch_leaves)
+    reading: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            if ROLE[node].kind == "input" and next(leaves) is not None:
+                reading.add(node)
+        elif node.target not in _SHAPE_ONLY and any(n in reading for n in node.all_input_nodes):
+            reading.add(node)
+    return reading
 
 
 def take_rows(inputs: Sequence[Tensor], batch_leaves: Sequence[int | None], part: slice) -> list[Tensor]:
@@ -121,21 +159,43 @@ _BATCH_NORMS = frozenset(
 
 
 class _Recorder(fx.Interpreter):
+    """Compute every node in double precision and keep its value."""
+
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.record: dict[fx.Node, Any] = {}
 
     def run_node(self, node: fx.Node) -> Any:
-        if node.op == "call_function" and is_random(node):
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            value = _without_chance(node, args, kwargs)
-        elif is_batch_statistics(node):
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            value = _without_statistics(args)
+        if node.op in ("call_function", "get_attr"):
+            value = _wide(self._value(node)) if node.op == "call_function" else _wide(super().run_node(node))
         else:
             value = super().run_node(node)
         self.record[node] = value
         return value
+
+    def _value(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if is_batch_statistics(node):
+            return _without_statistics(args)
+        if is_random(node):
+            return _without_chance(node, args, kwargs)
+        target: Any = node.target
+        try:
+            return target(*_wide_types(args), **_wide_types(kwargs))
+        except RuntimeError:  # an operator that knows no doubles computes in single precision
+            return target(*_single(args), **_single(kwargs))
+
+
+def _wide(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.dtype in _NARROW else t, value)
+
+
+def _single(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.float() if t.dtype is torch.float64 else t, value)
+
+
+def _wide_types(value: Any) -> Any:
+    return pytree.tree_map_only(torch.dtype, lambda kind: torch.float64 if kind in _NARROW else kind, value)
 
 
 def _without_chance(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,15 +222,15 @@ def evaluate_nodes(
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             role = ROLE[node]
-            operands.append(next(source) if role.kind == "input" else values[role.kind, role.name])
+            operands.append(_wide(next(source) if role.kind == "input" else values[role.kind, role.name]))
     recorder = _Recorder(gm)
     with torch.no_grad():
         recorder.run(*operands, enable_io_processing=False)
     return recorder.record
 
 
-def relation(whole: Any, parts: Sequence[Any], rows: int, sizes: Sequence[int], free: bool) -> Split:
-    """Return how a value for the whole batch relates to its parts' values."""
+def relation(whole: Any, parts: Sequence[Any], rows: int, sizes: Sequence[int], reading: bool) -> Split:
+    """Return how a value for the whole batch relates to its parts' values; `reading` says that it reads rows."""
     if not isinstance(whole, Tensor):
         same = not isinstance(whole, (int, float, bool)) or all(whole == p for p in parts)
         return Split("whole" if same else "mixed")
@@ -184,7 +244,7 @@ def relation(whole: Any, parts: Sequence[Any], rows: int, sizes: Sequence[int], 
         if fits and _close(torch.cat(list(parts), dim), whole):
             return Split("rows", dim, per_row)
         return Split("mixed")
-    if all(_close(p, whole) for p in parts) and not (not free and whole.ndim == 0 and not bool(whole.any())):
+    if not reading and all(_close(p, whole) for p in parts):
         return Split("whole")
     if whole.dtype is not torch.bool and _close(sum(parts[1:], parts[0]), whole):
         return Split("sum")
@@ -198,14 +258,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return bool(torch.equal(a, b))
     if a.numel() == 0:
         return True
-    kind = a.real.dtype if a.is_complex() else a.dtype
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)) or not torch.equal(a[~finite].isnan(), b[~finite].isnan()):
         return False
     if not bool(finite.any()):
         return True
     scale = b[finite].abs().max()
-    return bool((a[finite] - b[finite]).abs().max() <= _TOLERANCE.get(kind, 1e-3) * scale.clamp(min=1e-12))
+    return bool((a[finite] - b[finite]).abs().max() <= _TOLERANCE * scale.clamp(min=1e-12))
 
 
 __all__ = ["ProveBatch", "evaluate_nodes", "is_random", "mark_free", "relation", "take_rows", "with_argument"]
