@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from models import Case
+from step_models import Case
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from baselines import PAIRS, Step, contenders
-from models import CASES, Case
-from torch._C._profiler import _EventType
+from step_models import CASES, Case
+from torch._C._profiler import _ExtraFields_Allocation
 from tqdm import tqdm
 
 WARM_UP = 2
@@ -201,7 +201,7 @@ def highest(profile: torch.profiler.profile) -> int:
     while waiting:
         event = waiting.pop()
         waiting += event.children
-        if event.tag == _EventType.Allocation:
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
             changes.append((event.start_time_ns, event.extra_fields.alloc_size))
     level = most = 0
     for _, change in sorted(changes, key=lambda pair: pair[0]):

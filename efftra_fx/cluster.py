@@ -274,7 +274,7 @@ def read_link(name: str, table: object) -> Link:
         raise ClusterError(f"{name}.bandwidth_gb_per_s is missing")
     bandwidth = check_number(f"{name}.bandwidth_gb_per_s", table["bandwidth_gb_per_s"], low=1e-6, high=1e6)
     latency = check_number(f"{name}.latency_us", table.get("latency_us", 0.0), low=0.0, high=1e7)
-    return Link(bandwidth * GB, latency * 1e-6)
+    return Link(bandwidth * GB, latency / 1e6)
 
 
 def read_count(name: str, value: object) -> int:

@@ -65,7 +65,7 @@ def digits(cluster: Cluster) -> bool:
     )
     train(program, batches, rate=2e-3)
     guesses = program.evaluate(images[:HELD_OUT]).argmax(1)
-    accuracy = (guesses == classes[:HELD_OUT]).double().mean().item()
+    accuracy: float = (guesses == classes[:HELD_OUT]).double().mean().item()
     say(f"held-out accuracy {accuracy:.1%} on {HELD_OUT} digits, promised {GOAL:.0%}")
     return accuracy >= GOAL
 
@@ -152,7 +152,7 @@ def load_text() -> Tensor:
 def shuffled(images: Tensor, classes: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
     """Return one epoch of batches, alike on every rank; the last is smaller."""
     order = torch.randperm(len(images))
-    return [(images[part], classes[part]) for part in order.split(rows)]
+    return [(images[part], classes[part]) for part in torch.split(order, rows)]
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
