@@ -302,6 +302,8 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
 def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Options) -> Plan:
     """Return a given plan with its memory; raise MemoryPlanError where a device has too little for it."""
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
+    if any(stage.recompute for stage in plan.stages):
+        chain = replace(chain, blocks=tuple(block.with_recompute() for block in chain.blocks))
     figures = evaluate(plan, chain, cluster, rows, rules)
     short = shortage(plan, cluster, figures)
     if short is not None:

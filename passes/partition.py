@@ -184,9 +184,10 @@ def offer_plain(search: Search, line: Layout) -> list[tuple[str, Shape, Setting]
     way, blocks, devices = widths[0], table.blocks, line.size
     micro = request.micro_batches or max(1, min(request.rows, 4 * devices))
     alone = 1 if request.micro_batches is None or request.undivided_alone else request.micro_batches
+    order = request.schedule or "1f1b"  # of one stage, where it says only how many forwards may be kept
     plain: list[tuple[str, Shape, Setting]] = [
-        ("data parallelism alone", ((0, blocks), (devices,), (way,), 0), Setting(alone, "1f1b")),
-        ("one device", ((0, blocks), (1,), (way,), 0), Setting(alone, "1f1b")),
+        ("data parallelism alone", ((0, blocks), (devices,), (way,), 0), Setting(alone, order)),
+        ("one device", ((0, blocks), (1,), (way,), 0), Setting(alone, order)),
     ]
     depth = min(blocks, devices)
     if depth > 1:
@@ -205,7 +206,7 @@ def allowed(request: Request, shape: Shape, setting: Setting) -> bool:
     return (
         request.stages in (None, len(counts))
         and request.replicas in (None, counts)
-        and request.schedule in (None, setting.schedule, *(["gpipe"] if len(counts) == 1 else []))
+        and request.schedule in (None, setting.schedule)
         and (request.tensor or 1) == 1
     )
 
