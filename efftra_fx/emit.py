@@ -161,13 +161,17 @@ class _Writer:
         return f"{self.constant(spelling.function, _function_name(node.target))}({', '.join(texts)})"
 
     def result(self, value: Any, gives: Sequence[int] | None) -> str:
+        if not isinstance(value, (list, tuple)):
+            if gives is None:
+                return self.text(value)
+            value = (value,)
+        names = [self.sums.results.get(index) or self.text(item) for index, item in enumerate(value)]
         if gives is None:
-            return self.text(tuple(value) if isinstance(value, (list, tuple)) else value)
-        if not isinstance(value, (list, tuple)) or len(value) != sum(gives):
-            found = len(value) if isinstance(value, (list, tuple)) else 1
-            raise EmitError(f"graph {self.name} returns {found} values, expected {sum(gives)} for groups {list(gives)}")
-        names = (self.sums.results.get(index) or self.text(item) for index, item in enumerate(value))
-        return ", ".join(f"[{', '.join(itertools.islice(names, size))}]" for size in gives)
+            return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+        if len(names) != sum(gives):
+            raise EmitError(f"graph {self.name} returns {len(names)} values, expected {sum(gives)} for {list(gives)}")
+        rest = iter(names)
+        return ", ".join(f"[{', '.join(itertools.islice(rest, size))}]" for size in gives)
 
     def text(self, value: Any) -> str:
         """Return the expression for one argument."""

@@ -138,12 +138,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves) or _is_check(func):
-            if writes:
-                node_args = with_defaults(func, node_args)
-            node = self._record(functional(func) if writes else func, node_args, node_kwargs, result)
+            target = func
+            if writes and not self._fills(func, node_args):
+                target, node_args = functional(func), with_defaults(func, node_args)
+            node = self._record(target, node_args, node_kwargs, result)
             if writes:
                 self._write(func, args[0], node)
         return result
+
+    @staticmethod
+    def _fills(func: Any, args: tuple[Any, ...]) -> bool:
+        """Tell whether random numbers are drawn into memory that is there for just that.
+
+        Then they stay drawn in place: the functional form may draw them in another order.
+        """
+        target = args[0]
+        fresh = isinstance(target, fx.Node) and is_blank(target) and not target.users
+        return fresh and torch.Tag.nondeterministic_seeded in func.tags
 
     def _record(self, target: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         origin, prefix = self.origin, ""
@@ -195,6 +206,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.node = node
         node.meta["look"] = _look(target, memory.writes)
         self._nodes[id(target)] = (node, memory.writes)
+
+
+def is_blank(node: fx.Node) -> bool:
+    """Tell whether a node is memory that nothing is written to yet."""
+    return node.op == "call_function" and "empty" in str(node.target)
 
 
 def functional(func: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 
 from efftra_fx.operators import is_view
 
+from .record import is_blank
 from .slices import argument, is_random
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ def _is_view_node(node: fx.Node) -> bool:
 
 
 def _call_key(node: fx.Node) -> Hashable:
-    if is_random(node) or node.op != "call_function":
+    if is_random(node) or is_blank(node) or node.op != "call_function":
         return node
     return (node.target, _freeze(node.args), _freeze(node.kwargs))
 
