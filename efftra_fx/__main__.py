@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["plan"] and not any(":" in word for word in words[1:2]):
             return _plan_profile(words[1:])
+        if words[:1] == ["demo"]:
+            return _demo(words[1:])
         return _run(_parser().parse_args(words))
     except EfftraError as error:
         print(f"efftra: {error}", file=sys.stderr)
@@ -27,6 +29,12 @@ def _plan_profile(words: Sequence[str]) -> int:
     from efftra_fx.cli_plan import plan_command
 
     return plan_command(list(words))
+
+
+def _demo(words: Sequence[str]) -> int:
+    from efftra_fx.demo import main as train
+
+    return train(list(words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,16 +60,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--explain", action="store_true", help="say why, and what would help")
         if name == "dump":
             command.add_argument("folder")
-    demo = commands.add_parser("demo", help="train two small models on local ranks")
-    demo.add_argument("rest", nargs=argparse.REMAINDER)
+    commands.add_parser("demo", help="train two small models on local ranks")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.command == "demo":
-        from efftra_fx import demo
-
-        return demo.main(options.rest)
     program = _compiled(options)
     if options.command == "plan":
         print(program.plan.to_json() if options.json else _plan_text(program, options.explain), end="")
