@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
 from efftra_fx.meta import FREE, ROLE
@@ -64,7 +65,7 @@ def find_candidates(
     """Return the candidates for a tensor group of `width` ranks; `forced` fixes parameters by name."""
     spread = _Spread(gm, width, dict(forced or {}))
     for node in spread.calls:
-        for strategy in seed_strategies(node, width):
+        for strategy in seed_strategies(node, width) if node not in spread.rounded else ():
             family = next(str(p.cut) for p in (*strategy.inputs, *strategy.outputs) if p.cut is not None)
             spread.enter(node, strategy, family)
     for node, place in spread.given():
@@ -80,6 +81,7 @@ class _Spread:
     width: int
     forced: dict[str, Placement]
     calls: list[fx.Node] = field(init=False)
+    rounded: set[fx.Node] = field(init=False)
     readers: dict[Place, list[tuple[fx.Node, int]]] = field(default_factory=dict)
     strategies: dict[fx.Node, dict[Strategy, None]] = field(default_factory=dict)
     cuts: dict[Place, dict[tuple[int, Cut], set[str]]] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class _Spread:
     def __post_init__(self) -> None:
         nodes = list(self.gm.graph.nodes)
         self.calls = [n for n in nodes if n.op == "call_function" and not is_fixed(n) and not is_item(n)]
+        self.rounded = rounded_calls(self.gm, self.calls)
         for node in self.calls:
             self.strategies[node] = dict.fromkeys(base_strategies(node))
             for index, operand in enumerate(operands(node)):
@@ -144,7 +147,7 @@ class _Spread:
                 return None if size is None else Cut.even(size, self.width)
             return None
 
-        strategy = complete(node, result, index, dim, cut, find)
+        strategy = None if node in self.rounded else complete(node, result, index, dim, cut, find)
         if strategy is not None:
             self.enter(node, strategy, family)
 
@@ -170,6 +173,23 @@ class _Spread:
             if fits(node.meta["val"], dim, cut):
                 found.append(Strategy((), (cut_along(dim, cut),), cut.share))
         return found
+
+
+def rounded_calls(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the calls of a float64 model that compute with less: they stay whole.
+
+    Sums in another order differ in their last digits. In float64 nobody sees it, but behind a cast to
+    float32 it would be 1e-8 of results that are otherwise exact, and float64 is chosen to check them.
+    """
+    weights = [n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "parameter"]
+    if not any(n.meta["val"].dtype is torch.float64 for n in weights):
+        return set()
+    coarse = (torch.float32, torch.float16, torch.bfloat16)
+    return {
+        node
+        for node in calls
+        if any(isinstance(v, Tensor) and v.dtype in coarse for v in (*results(node), *(n.meta["val"] for n in operands(node))))
+    }
 
 
 def moving_values(gm: fx.GraphModule) -> set[Place]:

@@ -49,8 +49,8 @@ class Prices:
     operation_s: float = 5e-11
     moved_byte_s: float = 2e-10
     summed_byte_s: float = 1e-9
-    sum_s: float = 5e-6
-    held_byte_s: float = 2e-8
+    sum_s: float = 1e-6
+    held_byte_s: float = 1.5e-9
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ def complete(node: fx.Node, result: bool, index: int, dim: int, cut: Cut, find: 
     return None if base is None else cut_letter(node, axes, one[0], base)
 
 
+def has_own_rule(node: fx.Node) -> bool:
+    """Say whether a call is known here beyond its letters."""
+    own = (aten.cat.default, aten.glu.default, aten.cross_entropy_loss.default)
+    return node.target in _VIEWS or node.target in _SPLITS or node.target in own
+
+
 def seed_strategies(node: fx.Node, width: int) -> list[Strategy]:
     """Return the ways of a call that are worth trying from scratch, whatever its neighbours do."""
     if node.target in _VIEWS:
