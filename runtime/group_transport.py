@@ -16,11 +16,13 @@ What Gloo (torch 2.13) does, found by trying it, and what follows:
 
 from __future__ import annotations
 
+import atexit
 import json
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -30,7 +32,8 @@ from torch import Tensor
 from efftra_fx.errors import EfftraError, RankFailed, TransportError, TransportTimeout
 
 from .lifeline import Lifeline
-from .shared_sum import SharedSum, meet_all
+from .neighbours import Mailbox, Party, machine_name, meet_all
+from .shared_sum import SharedSum, wanted_party
 from .transport import (
     Data,
     Done,
@@ -242,26 +245,42 @@ class GroupTransport:
 
 
 class GlooTransport(GroupTransport):
-    """Messages of tensors in host memory over Gloo; sums too, or through shared memory on one machine."""
+    """Tensors in host memory: over Gloo between machines, over sockets and shared memory within one."""
 
-    shares_memory: ClassVar[bool] = True
+    near: ClassVar[bool] = True  # talk to ranks of the same machine without Gloo
 
     def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
         self.shared: dict[tuple[int, ...], SharedSum | None] = {}
+        self.mailboxes: dict[int, Mailbox] = {}
         self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in range(dist.get_world_size())}
         super().__init__(control, device, timeout_s, host)
         self.messages: Group = self.control
+        self.machines: list[str] = self.all_gather_data(machine_name() if self.near else str(self.rank)).wait()
+        self.meet_neighbours()
         self.prepare([self.everyone])
+        atexit.register(self.flush)
+
+    def meet_neighbours(self) -> None:
+        """Connect to the other ranks of this machine."""
+        names = dict.fromkeys(self.machines)
+        sets = [tuple(rank for rank in self.everyone if self.machines[rank] == name) for name in names]
+        for party in self.meet([(ranks, 1, 0) for ranks in sets if len(ranks) > 1]).values():
+            if party is not None:
+                self.mailboxes = {rank: Mailbox(peer) for rank, peer in party.peers(0, self.timeout_s).items()}
+
+    def meet(self, wanted: Sequence[tuple[tuple[int, ...], int, int]]) -> dict[tuple[int, ...], Party | None]:
+        """Make parties; see `meet_all`."""
+        exchange = partial(gather, self.control, finish=self.finish)
+        return meet_all(wanted, self.rank, self.timeout_s, exchange) if wanted else {}
 
     def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
         """Create the groups; pairs need nothing."""
         self.check()
         known = self.groups.keys() | self.shared.keys()
         fresh = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1 and ranks not in known]
-        if fresh and self.shares_memory:
-            self.shared |= meet_all(
-                fresh, self.rank, self.timeout_s, lambda data: gather(self.control, data, self.finish)
-            )
+        close = [ranks for ranks in fresh if len({self.machines[rank] for rank in ranks}) == 1]
+        for ranks, party in self.meet([wanted_party(ranks) for ranks in close]).items():
+            self.shared[ranks] = None if party is None else SharedSum(party, self.timeout_s)
         for ranks in fresh:
             if ranks not in self.shared:
                 self.groups[ranks] = self.control if ranks == self.everyone else self.new_group(ranks, "gloo")
@@ -277,6 +296,8 @@ class GlooTransport(GroupTransport):
         self.check_peer(peer)
         if tensor.numel() == 0:
             return Done(tensor)
+        if peer in self.mailboxes:
+            return self.start_send(plain_tensor(tensor), peer, tag)
         unsent = self.unsent[peer]
         if len(unsent) >= UNSENT_LIMIT:
             unsent.popleft().wait("an earlier send")
@@ -286,11 +307,14 @@ class GlooTransport(GroupTransport):
 
     def start_send(self, plain: Tensor, peer: int, tag: int) -> GroupHandle:
         """Start sending contiguous host memory."""
+        mailbox = self.mailboxes.get(peer)
         try:
-            work = self.messages.send([plain], peer, tag)
-        except RuntimeError as error:
+            if mailbox is None:
+                return GroupHandle(self, self.messages.send([plain], peer, tag), plain, (peer,))
+            mailbox.send(plain, tag)
+            return GroupHandle(self, mailbox.peer, plain, (peer,))
+        except (RuntimeError, OSError) as error:
             self.explain(error, f"a send with tag {tag}", f"rank {peer}")
-        return GroupHandle(self, work, plain, (peer,))
 
     def recv(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
@@ -306,8 +330,9 @@ class GlooTransport(GroupTransport):
 
     def start_recv(self, tensor: Tensor, peer: int, tag: int) -> GroupHandle:
         """Post a receive into contiguous host memory."""
+        mailbox = self.mailboxes.get(peer)
         try:
-            work = self.messages.recv([tensor], peer, tag)
+            work = self.messages.recv([tensor], peer, tag) if mailbox is None else mailbox.recv(tensor, tag)
         except RuntimeError as error:
             self.explain(error, f"a receive with tag {tag}", f"rank {peer}")
         return GroupHandle(self, work, tensor, (peer,))
@@ -346,17 +371,33 @@ class GlooTransport(GroupTransport):
             raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
 
     def break_all(self) -> None:
-        """End every wait on our groups and our shared sums."""
+        """End every wait, here and at the others."""
+        for mailbox in list(self.mailboxes.values()):
+            mailbox.peer.end()
         for shared in list(self.shared.values()):
             if shared is not None:
                 shared.end()
         super().break_all()
 
+    def flush(self) -> None:
+        """Wait until the system has taken all that was sent to ranks of this machine."""
+        if self.broken is None:
+            for mailbox in self.mailboxes.values():
+                mailbox.peer.sent.wait(self.timeout_s)
+            for shared in self.shared.values():
+                if shared is not None:
+                    shared.flush()
+
     def close(self) -> None:
-        """Give back shared memory, and destroy our own groups."""
+        """Give back connections and shared memory, and destroy our own groups."""
+        atexit.unregister(self.flush)
+        self.flush()
+        for mailbox in self.mailboxes.values():
+            mailbox.peer.close()
         for shared in self.shared.values():
             if shared is not None:
                 shared.close()
+        self.mailboxes.clear()
         self.shared.clear()
         super().close()
 
@@ -365,9 +406,8 @@ class GlooTransport(GroupTransport):
         for unsent in self.unsent.values():
             while unsent:
                 unsent.popleft().wait(f"{what} (sending)")
-        for shared in self.shared.values():
-            if shared is not None:
-                shared.flush()
+        for mailbox in self.mailboxes.values():
+            mailbox.peer.own()
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from .lifeline import own_host
 from .links import Measured, describe_cluster, machines_of, measure
 from .local_transport import local_transports
 from .nccl_transport import NcclTransport
-from .shared_sum import machine_name
+from .neighbours import machine_name
 from .transport import Data, Transport
 
 TIMEOUT_S = 300.0

@@ -10,107 +10,44 @@ that stay in the processors' caches:
 
 A thread a group does that, so that it goes on while the rank computes. Parts are added in rank
 order, so that the bits are those of `sum_in_place`, on every member and in every run.
-
-The files are gone as soon as all members have opened them, so nothing is left behind, however
-the ranks end.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
-import select
-import shutil
-import socket
-import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .neighbours import Party
+
 SMALL_BYTES = 4096
 CHUNK_BYTES = 1 << 20
 TOTAL_BYTES = 32 << 20  # of shared memory a group, at most
-MEMORY_FOLDER = "/dev/shm"
-CHANNELS = ("small", "large")
+CHANNELS = 2  # for small tensors, and for large ones, where a thread may begin to wait long before the rank does
 
 
 class SharedSum:
-    """One member's end of a group; made in steps (`offer`, `open`, `meet`), for all members must take each.
+    """One member's end of a group; a sum is started by all members in the same order."""
 
-    `members` are ranks, ascending; a sum is started by all of them in the same order.
-    """
-
-    def __init__(self, members: tuple[int, ...], rank: int, timeout_s: float) -> None:
-        self.members, self.rank, self.timeout_s = members, rank, timeout_s
-        self.place = members.index(rank)
-        fair_bytes = TOTAL_BYTES // (2 * (len(members) + 1))
-        self.chunk_bytes = min(CHUNK_BYTES, fair_bytes - fair_bytes % 4096)
-        self.slots: list[list[Tensor]] = []  # two sets; in each a slot a member, then one for the sum
-        self.listener: socket.socket | None = None
-        self.small: list[Peer] = []
-        self.large: list[Peer] = []
+    def __init__(self, party: Party, timeout_s: float) -> None:
+        self.party = party
+        self.members, self.place = party.members, party.place
+        small, large = (party.peers(channel, (1 + channel) * timeout_s) for channel in range(CHANNELS))
+        self.small, self.large = list(small.values()), list(large.values())
+        self.timeout_s = timeout_s
+        assert party.memory is not None
+        self.chunk_bytes = chunk_bytes(len(self.members))
+        pieces = list(torch.split(party.memory, self.chunk_bytes))
+        half = len(self.members) + 1
+        self.slots = [pieces[:half], pieces[half:]]  # two sets; in each a slot a member, then one for the sum
+        self.turn = 0
         self.unread: deque[SmallSum] = deque()
         self.jobs: queue.SimpleQueue[LargeSum | None] = queue.SimpleQueue()
-        self.turn = 0
-        self.worker = threading.Thread(target=self.work, name=f"sums over {members}", daemon=True)
-
-    def offer(self) -> str:
-        """Make, on the lowest member, the folder in which the members meet; empty where that cannot be had."""
-        if self.place != 0 or not os.path.isdir(MEMORY_FOLDER):
-            return ""
-        folder = tempfile.mkdtemp(prefix="efftra_fx-", dir=MEMORY_FOLDER)
-        try:
-            with open(Path(folder, "memory"), "wb") as memory:
-                os.posix_fallocate(memory.fileno(), 0, self.chunk_bytes * 2 * (len(self.members) + 1))
-        except OSError:  # as in containers with little shared memory
-            shutil.rmtree(folder, ignore_errors=True)
-            return ""
-        return folder
-
-    def open(self, folder: str) -> bool:
-        """Map the memory and listen for the higher members; say whether that worked."""
-        try:
-            with open(Path(folder, "memory"), "r+b") as memory:
-                mapped = torch.frombuffer(mmap.mmap(memory.fileno(), 0), dtype=torch.uint8)
-            self.listener = socket.socket(socket.AF_UNIX)
-            self.listener.bind(str(Path(folder, str(self.rank))))
-            self.listener.listen(2 * len(self.members))
-        except OSError:
-            return False
-        pieces = list(torch.split(mapped, self.chunk_bytes))
-        half = len(self.members) + 1
-        self.slots = [pieces[:half], pieces[half:]]
-        return True
-
-    def meet(self, folder: str) -> None:
-        """Connect to the lower members and take the connections of the higher ones."""
-        assert self.listener is not None
-        found: dict[tuple[int, int], socket.socket] = {}
-        for peer in self.members[: self.place]:
-            for channel in range(len(CHANNELS)):
-                connection = socket.socket(socket.AF_UNIX)
-                connection.connect(str(Path(folder, str(peer))))
-                connection.sendall(bytes([channel]) + self.rank.to_bytes(4, "little"))
-                found[channel, peer] = connection
-        self.listener.settimeout(self.timeout_s)
-        for _ in range(len(CHANNELS) * (len(self.members) - self.place - 1)):
-            connection, _ = self.listener.accept()
-            hello = connection.recv(5, socket.MSG_WAITALL)
-            found[hello[0], int.from_bytes(hello[1:], "little")] = connection
-        self.listener.close()
-        others = [peer for peer in self.members if peer != self.rank]
-        self.small, self.large = (
-            # the thread may begin to wait long before the rank does
-            [Peer(found[channel, peer], (1 + channel) * self.timeout_s) for peer in others]
-            for channel in range(len(CHANNELS))
-        )
+        self.worker = threading.Thread(target=self.work, name=f"sums over {self.members}", daemon=True)
 
     def start(self, tensor: Tensor) -> SmallSum | LargeSum:
         """Start a sum of contiguous host memory, in place."""
@@ -183,76 +120,8 @@ class SharedSum:
         if self.worker.ident is not None:
             self.worker.join(self.timeout_s)
         for peer in (*self.small, *self.large):
-            peer.end()
-            peer.connection.close()
-            peer.sender.close()
+            peer.close()
         self.slots = []
-
-
-class Peer:
-    """A connection to another member; sending never blocks: what the system does not take at once, a thread sends."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self.connection = connection
-        self.sender = connection.dup()  # the same connection, but a time limit of its own: none, it never waits
-        self.waiting: deque[bytes] = deque()
-        self.lock = threading.Lock()
-        self.sent = threading.Event()
-        self.sent.set()
-        connection.settimeout(timeout_s)
-        self.sender.setblocking(False)
-
-    def send(self, data: bytes) -> None:
-        """Send, now or soon."""
-        with self.lock:
-            if not self.waiting:
-                data = data[self.send_some(data) :]
-            if not data:
-                return
-            self.waiting.append(data)
-            if len(self.waiting) == 1:
-                self.sent.clear()
-                threading.Thread(target=self.send_waiting, name="late sends", daemon=True).start()
-
-    def send_some(self, data: bytes) -> int:
-        """Send what the system takes now, and say how many bytes."""
-        try:
-            return self.sender.send(data)
-        except BlockingIOError:
-            return 0
-
-    def send_waiting(self) -> None:
-        """Send what had to wait."""
-        try:
-            while self.waiting:
-                data = self.waiting[0]
-                while data:
-                    select.select([], [self.sender], [])
-                    data = data[self.send_some(data) :]
-                with self.lock:
-                    self.waiting.popleft()
-                    if not self.waiting:
-                        self.sent.set()
-        except (OSError, ValueError):  # the connection has ended: who reads from it sees the same
-            self.sent.set()
-
-    def read(self, size: int) -> bytearray:
-        """Read so many bytes; raise `OSError` at the time limit or at the end of the connection."""
-        data = bytearray(size)
-        view, got = memoryview(data), 0
-        while got < size:
-            more = self.connection.recv_into(view[got:])
-            if not more:
-                raise ConnectionError("connection closed by peer")
-            got += more
-        return data
-
-    def end(self) -> None:
-        """Make reads here and there end."""
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # ended already
 
 
 class SmallSum:
@@ -300,40 +169,12 @@ class LargeSum:
             raise self.error
 
 
-def meet_all(
-    groups: Sequence[tuple[int, ...]], rank: int, timeout_s: float, gather: Callable[[Any], list[Any]]
-) -> dict[tuple[int, ...], SharedSum | None]:
-    """Make `SharedSum`s for groups, where they can be had; a collective call of all ranks, members or not.
-
-    `gather` gives every rank every rank's plain data. The groups that are returned are the same
-    on every rank; a rank that is no member gets `None` for one.
-    """
-    machines = gather(machine_name())
-    local = [members for members in groups if len({machines[member] for member in members}) == 1]
-    mine = {members: SharedSum(members, rank, timeout_s) for members in local if rank in members}
-    offers = gather([mine[members].offer() if members in mine else "" for members in local])
-    folders = [offers[members[0]][number] for number, members in enumerate(local)]
-    opened = gather(
-        [
-            members not in mine or bool(folder) and mine[members].open(folder)
-            for members, folder in zip(local, folders, strict=True)
-        ]
-    )
-    good = [number for number, folder in enumerate(folders) if folder and all(row[number] for row in opened)]
-    for number in good:
-        if local[number] in mine:
-            mine[local[number]].meet(folders[number])
-    gather(None)  # all have met
-    for number, folder in enumerate(folders):
-        if folder and local[number][0] == rank:
-            shutil.rmtree(folder, ignore_errors=True)
-    return {local[number]: mine.get(local[number]) for number in good}
+def chunk_bytes(members: int) -> int:
+    """Return how much of a tensor is summed at a time, a multiple of every element's size."""
+    fair_bytes = TOTAL_BYTES // (2 * (members + 1))
+    return min(CHUNK_BYTES, fair_bytes - fair_bytes % 4096)
 
 
-def machine_name() -> str:
-    """Name this machine so that no other has the name: containers may share host names."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+def wanted_party(members: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """Return what `meet_all` is to make for a sum over so many members."""
+    return members, CHANNELS, chunk_bytes(len(members)) * 2 * (len(members) + 1)

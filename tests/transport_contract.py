@@ -274,10 +274,10 @@ class PairwiseOverGloo(NcclTransport):
     backend = "gloo"
 
 
-class WithoutSharedMemory(GlooTransport):
-    """Gloo alone, as between machines."""
+class GlooAlone(GlooTransport):
+    """As between machines."""
 
-    shares_memory = False
+    near = False
 
 
 class InstantStaging:
@@ -310,7 +310,7 @@ def connect_over(kind: str, timeout_s: float = 20.0) -> Any:
     host = os.environ["MASTER_ADDR"]
     if kind == "staged":
         return HostStagedTransport(control, CPU, timeout_s, host, InstantStaging())
-    kinds = {"shared": GlooTransport, "gloo": WithoutSharedMemory, "pairwise": PairwiseOverGloo}
+    kinds = {"shared": GlooTransport, "gloo": GlooAlone, "pairwise": PairwiseOverGloo}
     return kinds[kind](control, CPU, timeout_s, host)
 
 
