@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from efftra_fx.cluster import Cluster
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--direct-skips", action="store_true", help="skips go straight to their readers, not stage by stage"
     )
+    made.add_argument("--recompute", action="store_true", help="allow stages to compute their forward again")
     made.add_argument("--whole-rows", action="store_true", help="rows are never cut in two among replicas")
     made.add_argument("--limit-s", type=float, default=60.0, help="stop searching after so many seconds (default 60)")
     made.add_argument("--json", action="store_true", help="print JSON with the same content")
@@ -62,6 +64,8 @@ def planned_text(options: argparse.Namespace) -> str:
     if options.no_memory_limit:
         cluster = cluster.without_memory_limits()
     chain, ids = workload.chain()
+    if options.recompute:
+        chain = replace(chain, blocks=tuple(block.with_recompute() for block in chain.blocks))
     rows = options.batch or workload.rows_per_profile * max(len(cluster.devices), workload.micro_batches or 1)
     fixed: dict[str, Any] = {
         "stages": options.stages,

@@ -10,8 +10,8 @@ to the first, over (first block i, first device position o, devices d of the fir
 and the step is (m - 1) P + y (`formulas.py`; y is never below x). A suffix of k stages must
 have x <= K P for the K micro-batches it may keep in flight, so k is part of the state; and
 since 1F1B alternates strictly, two neighbours and what lies between them there and back
-must take no more than 3 P (2 P where S - s are in flight). One label is kept a state, the one with the least y. The bounds are scanned upwards. Cut
-positions are thinned out on long chains; the refinement puts them back.
+must take no more than 3 P (2 P where S - s are in flight). One label is kept a state, the
+one with the least y. The bounds are scanned upwards. Cut positions are thinned out on long chains; the refinement puts them back.
 """
 
 from __future__ import annotations
@@ -33,15 +33,25 @@ RATIOS = (1.02, 1.05, 1.09, 1.14, 1.2, 1.27, 1.35, 1.45, 1.6, 1.8, 2.1, 2.6, 3.5
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One run of devices: arrays (positions, positions) over [i, j) of the best way; infinite where impossible."""
+    """One run of devices, one way: arrays (positions, positions) over [i, j); infinite where impossible."""
 
     forward_s: Floats
     backward_s: Floats
     extra_s: Floats
     turn_s: Floats  # all-reduce that waits for those of later stages, where all share the machines' ports
-    way: Ints
     fixed_bytes: Floats
     flying_bytes: Floats
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The best of all ways: arrays (…, layers or 1, positions, positions); a layer more is a stage more to the end."""
+
+    forward_s: Floats
+    through_s: Floats
+    extra_s: Floats
+    turn_s: Floats
+    way: Ints
 
 
 def thinned(table: Table, most: int) -> Ints:
@@ -73,9 +83,9 @@ class Program:
         self.positions, self.layers = positions, layers
         self.crowded = pricer.layout.shared_groups or not pricer.layout.in_line
         self.set_order(gpipe=search.request.schedule == "gpipe")
-        self.each_way = pricer.layout.limited and len(search.table.ways) > 1
-        self.costs: dict[tuple[object, ...], tuple[StageCosts, ...]] = {}
-        self.stacks: dict[int, tuple[StageCosts, ...]] = {}
+        self.costs: dict[tuple[object, ...], list[StageCosts]] = {}
+        self.merged: dict[tuple[object, ...], Merged] = {}
+        self.stacks: dict[tuple[int, bool], Merged] = {}
         self.edges: dict[int, tuple[Floats, Floats]] = {}
         size = len(positions)
         self.low, self.high = np.repeat(positions, size), np.tile(positions, size)
@@ -85,6 +95,7 @@ class Program:
         """Set what the schedule allows: how deep, how tight neighbours, how many micro-batches are held."""
         stages, micro_batches = np.arange(1, self.layers + 1), self.pricer.micro_batches
         multiplicity = 1 if self.search.request.in_flight == 1 else 2
+        self.gpipe = gpipe
         free = gpipe or micro_batches == 1
         self.channel = 0.5 if free and micro_batches > 1 else 1.0  # share of the period that a channel may take
         self.pair = IMPOSSIBLE if free else multiplicity + 1.0
@@ -92,19 +103,42 @@ class Program:
         least = 2 * stages - 1 if self.search.request.in_flight == 2 else stages
         self.held = np.full(self.layers, micro_batches) if gpipe else np.minimum(micro_batches, least)
 
-    def stage(self, first: int, count: int) -> tuple[StageCosts, ...]:
+    def stage(self, first: int, count: int) -> Merged:
         """Costs of every interval on positions [first, first + count), shared between equal runs of devices."""
         layout = self.layout
+        limit = float(-layout.least_memory.of(np.array([first]), np.array([first + count]))[0])
         if layout.uniform:
             spans = bool(layout.spans(np.array([first]), np.array([count]))[0])
             port = float(layout.slowest_port.of(np.array([first]), np.array([first + count]))[0])
-            key: tuple[object, ...] = (count, spans, port)
+            leaves = self.pricer.leaves_machine(first, count)
+            key: tuple[object, ...] = (count, spans, port, leaves)
         else:
             key = (count, first)
         if key not in self.costs:
-            ways = [self.one_way(first, count, index) for index in range(len(self.search.table.ways))]
-            self.costs[key] = tuple(ways) if self.each_way else (fastest(ways, self.pricer.micro_batches),)
-        return self.costs[key]
+            self.costs[key] = [self.one_way(first, count, index) for index in range(len(self.search.table.ways))]
+        whole = (*key, limit, self.gpipe)
+        if whole not in self.merged:
+            self.merged[whole] = self.merge(self.costs[key], limit)
+        return self.merged[whole]
+
+    def merge(self, ways: list[StageCosts], limit: float) -> Merged:
+        """For each number of stages to the end, the fastest way that fits the memory, interval by interval."""
+        held = self.held if self.layout.limited else self.held[:1]
+        grid = ways[0].forward_s.shape
+        best = [np.full((len(held), *grid), np.inf) for _ in range(4)]
+        way = np.zeros((len(held), *grid), dtype=np.int64)
+        price = np.full((len(held), *grid), np.inf)
+        for index, cost in enumerate(ways):
+            own = cost.forward_s + cost.backward_s + cost.extra_s / self.pricer.micro_batches
+            fits = np.isfinite(own)[None]
+            if self.layout.limited:
+                fits = fits & (cost.fixed_bytes[None] + held[:, None, None] * cost.flying_bytes[None] <= limit)
+            better = fits & (own[None] < price)
+            price = np.where(better, own[None], price)
+            way = np.where(better, index, way)
+            for at, array in enumerate((cost.forward_s, cost.backward_s, cost.extra_s, cost.turn_s)):
+                best[at] = np.where(better, array[None], best[at])
+        return Merged(best[0], best[0] + best[1], best[2], best[3], way)
 
     def one_way(self, first: int, count: int, index: int) -> StageCosts:
         """Price every interval in one way; infinite where it is impossible."""
@@ -135,18 +169,16 @@ class Program:
             for target, source in zip(arrays, (forward, backward, extra, turn, held, flying), strict=True):
                 target[self.pairs] = source[:, 0]
         forward, backward, extra, turn, held, flying = (array.reshape(grid) for array in arrays)
-        return StageCosts(forward, backward, extra, turn, np.full(grid, index), held, flying)
+        return StageCosts(forward, backward, extra, turn, held, flying)
 
-    def stack(self, o: int) -> tuple[StageCosts, ...]:
-        """The costs of 1, 2, … devices from position o on: arrays (devices, positions, positions)."""
-        if o not in self.stacks:
+    def stack(self, o: int) -> Merged:
+        """The costs of 1, 2, … devices from position o on: arrays (devices, layers or 1, positions, positions)."""
+        key = (o, self.gpipe and self.layout.limited)
+        if key not in self.stacks:
             columns = [self.stage(o, d) for d in range(1, self.layout.size - o + 1)]
-            names = [one.name for one in fields(StageCosts)]
-            self.stacks[o] = tuple(
-                StageCosts(*(np.stack([getattr(column[way], name) for column in columns]) for name in names))
-                for way in range(len(columns[0]))
-            )
-        return self.stacks[o]
+            names = [one.name for one in fields(Merged)]
+            self.stacks[key] = Merged(*(np.stack([getattr(column, name) for column in columns]) for name in names))
+        return self.stacks[key]
 
     def boundaries(self, at: int) -> tuple[Floats, Floats]:
         """Seconds there and back over the boundary at device position `at`: (cut, left devices, right devices)."""
@@ -168,42 +200,31 @@ class Program:
 
     def run(self, period_s: float) -> tuple[Batch, Floats] | None:
         """The best plans with no stage or channel above the period, with their y; `None` when there are none."""
-        layout, size, devices = self.layout, len(self.positions), self.layout.size
+        size, devices = len(self.positions), self.layout.size
         shape = (self.layers, size, devices + 1, devices + 1)  # layer, position, device position, devices
         x, y, t = (np.full(shape, np.inf) for _ in range(3))  # t: forward and backward of the first stage
         came = np.full((*shape, 3), -1, dtype=np.int32)  # next position, devices of the next stage, way
         joins: dict[int, tuple[Floats, Floats, Floats, Ints]] = {}
         for o in range(devices - 1, -1, -1):
-            for cost in self.stack(o):
-                self.last_stage(o, cost, period_s, x, y, t, came)
-                if o + 1 < devices and self.layers > 1:
-                    self.extend(o, cost, period_s, joins, x, y, t, came)
+            cost = self.stack(o)
+            self.last_stage(o, cost, period_s, x, y, t, came)
+            if o + 1 < devices and self.layers > 1:
+                self.extend(o, cost, period_s, joins, x, y, t, came)
             if o > 0:
                 joins[o] = self.join(o, period_s, x, y, t)
         return self.collect(y, came)
 
-    def last_stage(
-        self, o: int, cost: StageCosts, period_s: float, x: Floats, y: Floats, t: Floats, came: Links
-    ) -> None:
+    def last_stage(self, o: int, cost: Merged, period_s: float, x: Floats, y: Floats, t: Floats, came: Links) -> None:
         """Suffixes of one stage on positions [o, o + d), for every d."""
-        through = cost.forward_s[:, :, -1] + cost.backward_s[:, :, -1]
-        total = through + cost.extra_s[:, :, -1]
+        through = cost.through_s[:, 0, :, -1]
         fits = through <= period_s
-        if self.layout.limited:
-            needed = cost.fixed_bytes[:, :, -1] + self.held[0] * cost.flying_bytes[:, :, -1]
-            fits = fits & (needed <= self.limits(o)[:, None])
         stop = through.shape[0] + 1
-        better = np.where(fits, total, np.inf).T < y[0, :, o, 1:stop]
-        x[0, :, o, 1:stop] = np.where(better, through.T, x[0, :, o, 1:stop])
+        y[0, :, o, 1:stop] = np.where(fits, through + cost.extra_s[:, 0, :, -1], np.inf).T
+        x[0, :, o, 1:stop] = np.where(fits, through, np.inf).T
         t[0, :, o, 1:stop] = x[0, :, o, 1:stop]
-        y[0, :, o, 1:stop] = np.where(better, total.T, y[0, :, o, 1:stop])
-        fresh = np.stack([np.full(better.shape, len(self.positions) - 1), np.zeros(better.shape), cost.way[:, :, -1].T])
-        came[0, :, o, 1:stop] = np.where(better[..., None], np.moveaxis(fresh, 0, -1), came[0, :, o, 1:stop])
-
-    def limits(self, o: int) -> Floats:
-        """The least memory of 1, 2, … devices from position o on."""
-        stops = np.arange(o + 1, self.layout.size + 1)
-        return -self.layout.least_memory.of(np.full(len(stops), o), stops)
+        came[0, :, o, 1:stop, 0] = len(self.positions) - 1
+        came[0, :, o, 1:stop, 1] = 0
+        came[0, :, o, 1:stop, 2] = cost.way[:, 0, :, -1].T
 
     def join(self, at: int, period_s: float, x: Floats, y: Floats, t: Floats) -> tuple[Floats, Floats, Floats, Ints]:
         """For each number of devices to the left of position `at`, the best suffix behind the boundary.
@@ -226,7 +247,7 @@ class Program:
     def extend(
         self,
         o: int,
-        cost: StageCosts,
+        cost: Merged,
         period_s: float,
         joins: dict[int, tuple[Floats, Floats, Floats, Ints]],
         x: Floats,
@@ -241,19 +262,15 @@ class Program:
             return
         behind = [[one[:layers, :, d - 1] for one in joins[o + d]] for d in range(1, stop + 1)]
         best_x, best_y, best_t, following = (np.stack([one[index] for one in behind]) for index in range(4))
-        through = cost.forward_s[:stop] + cost.backward_s[:stop]
+        part = slice(1, layers + 1) if cost.through_s.shape[1] > 1 else slice(0, 1)
+        through, forward = cost.through_s[:stop, part], cost.forward_s[:stop, part]
         ceiling = np.full(best_x.shape, period_s)  # of `through`, by (devices, layer, cut)
         if self.pricer.micro_batches > 1:
             deepest = self.depth[1 : layers + 1] * period_s
             ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
-        new_y = best_y[:, :, None, :] + (cost.forward_s + cost.turn_s)[:stop, None]
-        np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop])[:, None], out=new_y)
-        np.copyto(new_y, np.inf, where=~(through[:, None] <= ceiling[:, :, None, :]))
-        if self.layout.limited:
-            limit = self.limits(o)[:stop, None, None, None]
-            held = self.held[1 : layers + 1, None, None]
-            needed = cost.fixed_bytes[:stop, None] + held * cost.flying_bytes[:stop, None]
-            np.copyto(new_y, np.inf, where=~(needed <= limit))
+        new_y = best_y[:, :, None, :] + (forward + cost.turn_s[:stop, part])
+        np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop, part]), out=new_y)
+        np.copyto(new_y, np.inf, where=~(through <= ceiling[:, :, None, :]))
         cut = np.argmin(new_y, axis=3)  # (devices, layer, position)
         found = np.take_along_axis(new_y, cut[..., None], axis=3)[..., 0]
         target_y = np.moveaxis(y[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)  # views of that shape
@@ -263,10 +280,13 @@ class Program:
         devices, layer, position = np.nonzero(better)
         at = cut[better]
         target_y[better] = found[better]
-        own = through[devices, position, at]
+        own_layer = layer if through.shape[1] > 1 else np.zeros_like(layer)
+        own = through[devices, own_layer, position, at]
         np.moveaxis(t[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own
         np.moveaxis(x[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own + best_x[devices, layer, at]
-        chosen = np.stack([at, following[devices, layer, at], cost.way[devices, position, at]], axis=-1)
+        chosen = np.stack(
+            [at, following[devices, layer, at], cost.way[:stop, part][devices, own_layer, position, at]], axis=-1
+        )
         np.moveaxis(came[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = chosen
 
     def collect(self, y: Floats, came: Links) -> tuple[Batch, Floats] | None:
@@ -300,17 +320,6 @@ class Program:
             at, o, d, layer = following, o + d, devices, layer - 1
 
 
-def fastest(ways: list[StageCosts], micro_batches: int) -> StageCosts:
-    """Of several ways the fastest, interval by interval."""
-    best = ways[0]
-    for other in ways[1:]:
-        price = other.forward_s + other.backward_s + other.extra_s / micro_batches
-        better = price < best.forward_s + best.backward_s + best.extra_s / micro_batches
-        names = [one.name for one in fields(StageCosts)]
-        best = StageCosts(*(np.where(better, getattr(other, name), getattr(best, name)) for name in names))
-    return best
-
-
 def fastest_period(search: Search, layout: Layout, rows: float) -> float:
     """Forward and backward of one micro-batch, spread over all devices of the layout as they like."""
     table = search.table
@@ -332,7 +341,7 @@ def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: 
     program = Program(search, pricer, thinned(search.table, most), layers)
     tightest = fastest_period(search, layout, pricer.micro_rows)
     if micro_batches == 1 or tightest <= 0:
-        ratios = RATIOS[:1]
+        ratios: tuple[float, ...] = RATIOS[:1]
     else:
         ratios = RATIOS[:rounds]
     found = []

@@ -30,6 +30,7 @@ from .table import Layout, Table
 from .wide import wide_scan
 
 NARROW = 32  # devices in a line up to which the dynamic program tells positions apart
+MANY = 64  # devices in a cluster from which on the search is coarser
 MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
 POSITIONS = 28  # cut positions that it looks at
 MOST_MICRO_BATCHES = 512
@@ -270,9 +271,11 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
             if counts[0] % table.ways[way].tensor == 0
         ]
     found: list[Shape] = []
-    if request.stages is not None:
-        found += even_shapes(search, layout, request.stages)
-    if layout.size <= NARROW:
+    deepest = min(layout.size, table.blocks)
+    for depth in [request.stages] if request.stages else sorted({deepest, -(-deepest // 2), -(-deepest // 4)}):
+        if layout.limited or request.stages:
+            found += even_shapes(search, layout, depth)
+    if layout.size <= (NARROW if len(search.cluster.devices) <= MANY else NARROW // 2):
         most = min(max(POSITIONS, POSITIONS * 16 // layout.size), 3 * POSITIONS)
         layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
         for batch in scan(search, layout, micro, most, layers, len(RATIOS)):

@@ -73,6 +73,7 @@ class Pricer:
         self.whole = table.rules.whole_rows
         self.micro_batches = micro_batches
         self.micro_rows = share(rows, micro_batches, self.whole)
+        self.breaks: dict[int, Ints] = {}
         self.tails: dict[tuple[int, int, int, bool], RangeMax] = {}
 
     def part_rows(self, replicas: Ints) -> Floats:
@@ -119,7 +120,7 @@ class Pricer:
         empty: NDArray[np.bool_],
         width: Ints,
     ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
-        """Seconds and bytes of the stages, each at its slowest class of device; IMPOSSIBLE where an option is missing."""
+        """Seconds and bytes of the stages, at the slowest class of device; IMPOSSIBLE where an option is missing."""
         table, layout = self.table, self.layout
         shape = low.shape
         forward, backward = np.zeros(shape), np.zeros(shape)
@@ -153,32 +154,36 @@ class Pricer:
     def collectives(
         self, w: Ints, c: int, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, width: Ints
     ) -> Floats:
-        """Seconds of the tensor-parallel collectives of one direction."""
+        """Seconds of the tensor-parallel collectives of one direction; IMPOSSIBLE where a group leaves its machine."""
         table, layout = self.table, self.layout
         safe = np.minimum(first, layout.size - 1)
-        # a group of `width` leaves its machine when machines do not hold whole groups
-        machine = layout.machine
-        crosses = np.zeros(low.shape, dtype=bool)
+        leaves = np.zeros(low.shape, dtype=bool)
         for t in sorted(set(table.widths.tolist()) - {1}):
-            broken = np.array(
-                [
-                    t <= layout.size - p and machine[p] != machine[min(p + t, layout.size) - 1]
-                    for p in range(layout.size)
-                ],
-                dtype=float,
-            )
-            for residue in range(t):
-                picked = np.where(np.arange(layout.size) % t == residue, broken, 0.0)
-                sums = np.concatenate([[0.0], np.cumsum(picked)])
-                hit = (width == t) & (first % t == residue)
-                crosses |= hit & (sums[np.maximum(stop - t + 1, safe)] - sums[safe] > 0)
+            hit = np.nonzero((width == t) & (stop > first))
+            broken = self.broken(t)
+            leaves[hit] = broken[first[hit]] > broken[stop[hit]]
         port = layout.slowest_port.of(safe, np.maximum(stop, safe + 1))
-        second = np.where(crosses, layout.nic_s, port)
-        latency = np.where(crosses, layout.inter_latency_s, layout.intra_latency_s)
         around = 2.0 * (width - 1)
         sizes = table.reduce_bytes[w, c, high] - table.reduce_bytes[w, c, low]
         number = table.reduces[w, c, high] - table.reduces[w, c, low]
-        return np.where(width > 1, around / width * sizes * rows * second + number * around * latency, 0.0)
+        seconds = around / width * sizes * rows * port + number * around * layout.intra_latency_s
+        return np.where(leaves, IMPOSSIBLE, np.where(width > 1, seconds, 0.0))
+
+    def broken(self, width: int) -> Ints:
+        """For each position how many of the groups of that width, laid from there to the end, leave a machine."""
+        if width not in self.breaks:
+            size, machine = self.layout.size, self.layout.machine
+            suffix = np.zeros(size + width + 1, dtype=np.int64)
+            for at in range(size - 1, -1, -1):
+                bad = at + width > size or bool((machine[at : at + width] != machine[at]).any())
+                suffix[at] = suffix[at + width] + bad
+            self.breaks[width] = suffix
+        return self.breaks[width]
+
+    def leaves_machine(self, first: int, count: int) -> tuple[bool, ...]:
+        """For each width whether a group of that run of positions leaves its machine."""
+        widths = sorted(set(self.table.widths.tolist()) - {1})
+        return tuple(bool(self.broken(width)[first] > self.broken(width)[first + count]) for width in widths)
 
     def reducing(
         self,
