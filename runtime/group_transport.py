@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -247,18 +247,20 @@ class GroupTransport:
 class GlooTransport(GroupTransport):
     """Tensors in host memory: over Gloo between machines, over sockets and shared memory within one."""
 
-    near: ClassVar[bool] = True  # talk to ranks of the same machine without Gloo
-
     def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
         self.shared: dict[tuple[int, ...], SharedSum | None] = {}
         self.mailboxes: dict[int, Mailbox] = {}
         self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in range(dist.get_world_size())}
         super().__init__(control, device, timeout_s, host)
         self.messages: Group = self.control
-        self.machines: list[str] = self.all_gather_data(machine_name() if self.near else str(self.rank)).wait()
+        self.machines: list[str] = self.all_gather_data(self.own_machine()).wait()
         self.meet_neighbours()
         self.prepare([self.everyone])
         atexit.register(self.flush)
+
+    def own_machine(self) -> str:
+        """Name this rank's machine: ranks whose machines have one name talk without Gloo."""
+        return machine_name()
 
     def meet_neighbours(self) -> None:
         """Connect to the other ranks of this machine."""
@@ -266,7 +268,8 @@ class GlooTransport(GroupTransport):
         sets = [tuple(rank for rank in self.everyone if self.machines[rank] == name) for name in names]
         for party in self.meet([(ranks, 1, 0) for ranks in sets if len(ranks) > 1]).values():
             if party is not None:
-                self.mailboxes = {rank: Mailbox(peer) for rank, peer in party.peers(0, self.timeout_s).items()}
+                peers = party.peers(0, self.timeout_s)
+                self.mailboxes = {other: Mailbox(peer, self.rank, other) for other, peer in peers.items()}
 
     def meet(self, wanted: Sequence[tuple[tuple[int, ...], int, int]]) -> dict[tuple[int, ...], Party | None]:
         """Make parties; see `meet_all`."""

@@ -223,10 +223,10 @@ class Peer:
 
 
 class Mailbox:
-    """Messages with tags from and to one rank."""
+    """Messages with tags between rank `rank` and rank `other`."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
+    def __init__(self, peer: Peer, rank: int, other: int) -> None:
+        self.peer, self.rank, self.other = peer, rank, other
         self.posted: dict[int, deque[Letter]] = {}
         self.early: dict[int, deque[bytearray]] = {}  # messages that came before their receive was posted
 
@@ -283,8 +283,8 @@ class Letter:
         wanted = self.tensor.numel() * self.tensor.element_size()
         if size != wanted:
             raise TransportError(
-                f"expected {self.tensor.dtype} {list(self.tensor.shape)} with tag {self.tag}, {wanted} bytes, "
-                f"got {size} bytes"
+                f"rank {self.mailbox.rank} expected {self.tensor.dtype} {list(self.tensor.shape)}, {wanted} bytes, "
+                f"from rank {self.mailbox.other} (tag {self.tag}), got {size} bytes"
             )
 
 

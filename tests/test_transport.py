@@ -24,7 +24,7 @@ from efftra_fx.runtime.host_staged import CudaStaging
 from efftra_fx.runtime.local_transport import LocalTransport, local_transports, run_all, sum_in_place
 from efftra_fx.runtime.transport import Incoming, Outgoing, Transport, result_of
 
-KINDS = ("shared", "gloo", "staged", "pairwise")
+KINDS = ("shared", "gloo", "mixed", "staged", "pairwise")
 
 
 @pytest.fixture(scope="module")
@@ -505,6 +505,36 @@ def test_starting_sums_never_blocks_and_leaves_no_file() -> None:
     for right, files in run_ranks(start_many, 2, limit_s=30):
         assert right
         assert not [name for name in set(files) - before if name.startswith("efftra_fx")]
+
+
+def wrong_length(order: str) -> str:
+    """Receive something other than what was sent, posted before or after it came."""
+    transport = connect_over("shared")
+    text = ""
+    if transport.rank == 0:
+        transport.send(torch.ones(2), 1, 7)
+        transport.agree(None, 0).wait()
+    else:
+        if order == "late":
+            other = transport.recv((1,), torch.float32, CPU, 0, 8)
+        else:
+            other = transport.recv((3,), torch.float32, CPU, 0, 7)
+        transport.agree(None, 0).wait()
+        try:
+            if order == "late":
+                transport.mailboxes[0].read_one()
+                other = transport.recv((3,), torch.float32, CPU, 0, 7)
+            other.wait()
+        except TransportError as error:
+            text = str(error)
+    transport.close()
+    return text
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_a_message_of_another_length_is_refused(order: str) -> None:
+    text = run_ranks(wrong_length, 2, order, limit_s=30)[1]
+    assert text == "rank 1 expected torch.float32 [3], 12 bytes, from rank 0 (tag 7), got 8 bytes"
 
 
 def without_room() -> tuple[float, int]:

@@ -275,9 +275,17 @@ class PairwiseOverGloo(NcclTransport):
 
 
 class GlooAlone(GlooTransport):
-    """As between machines."""
+    """As with each rank on a machine of its own."""
 
-    near = False
+    def own_machine(self) -> str:
+        return str(self.rank)
+
+
+class TwoMachines(GlooTransport):
+    """As with ranks 0 and 2 on one machine and rank 1 on another."""
+
+    def own_machine(self) -> str:
+        return str(self.rank % 2)
 
 
 class InstantStaging:
@@ -310,7 +318,12 @@ def connect_over(kind: str, timeout_s: float = 20.0) -> Any:
     host = os.environ["MASTER_ADDR"]
     if kind == "staged":
         return HostStagedTransport(control, CPU, timeout_s, host, InstantStaging())
-    kinds = {"shared": GlooTransport, "gloo": GlooAlone, "pairwise": PairwiseOverGloo}
+    kinds: dict[str, Any] = {
+        "shared": GlooTransport,
+        "gloo": GlooAlone,
+        "mixed": TwoMachines,
+        "pairwise": PairwiseOverGloo,
+    }
     return kinds[kind](control, CPU, timeout_s, host)
 
 
