@@ -63,3 +63,10 @@ def running_sequence_number() -> int:
     """Return the number of the autograd node that runs now in this thread, -1 when none does."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
+
+
+def above_autograd() -> AbstractContextManager[None]:
+    """Return a guard under which operators are recorded by autograd again, even inside `below_autograd`."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _autograd_keys()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)

@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from efftra_fx.capture_guards import Answers, AsksValuesError, Guards, no_questions, split_guards
+from efftra_fx.capture_normal import make_normal
+from efftra_fx.capture_opaque import Watch, functions_kept_whole, modules_kept_whole
 from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
-from efftra_fx.errors import CaptureError, LossError
+from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
+from efftra_fx.places import line_of_error, modules_of_error
 from efftra_fx.signature import Call, distinct
 
 LossFn = Callable[..., Any]
-
-_CHECKS = frozenset(
-    {
-        torch.ops.aten._assert_scalar.default,
-        torch.ops.aten._assert_tensor_metadata.default,
-        torch.ops.aten.sym_constrain_range.default,
-        torch.ops.aten.sym_constrain_range_for_size.default,
-        torch.ops.aten._assert_async.msg,
-        torch.ops.aten._assert_async.default,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,9 @@ class Captured:
     `gm` has placeholders with roles; `batch_leaves` says for each tensor leaf of the
     call along which dimension it splits by sample (None: it does not); `symbolic`
     says whether the number of rows is a symbol in the graph; `out_tree` is the
-    structure of a captured model output (evaluation graphs).
+    structure of a captured model output (evaluation graphs). `guards` say for which
+    inputs the graph is the model; `opaque` are the modules that it calls as they are,
+    each with the reason.
     """
 
     gm: fx.GraphModule
@@ -52,6 +49,8 @@ class Captured:
     batch_leaves: tuple[int | None, ...]
     symbolic: bool
     out_tree: OutputTree | None = None
+    guards: Guards | None = None
+    opaque: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,21 @@ class _Step(nn.Module):
         self.call_structure = call
         self.want = want
         self.note_tree = note_tree  # a tracer takes back what forward writes on modules, so it is told outside
+        self.answers: Answers | None = None
+        self.note_guards: Callable[[list[tuple[Tensor, Any, str]]], None] = lambda guards: None
 
     def forward(self, tensors: list[Tensor]) -> Any:
+        if self.answers is None:
+            with no_questions():
+                return self.result(tensors)
+        guards: list[tuple[Tensor, Any, str]] = []
+        with self.answers.replaying(guards):
+            result = self.result(tensors)
+        self.note_guards(guards)
+        return (*(result if isinstance(result, tuple) else (result,)), *(value for value, _, _ in guards))
+
+    def result(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the loss, or the leaves of the output."""
         args, kwargs, target = self.call_structure.rebuild(tensors)
         output = self.model(*args, **kwargs)
         if self.want == "loss":
@@ -140,16 +152,96 @@ def capture(
     size, the graph is captured at the size of the example and `symbolic` is False.
     Raises CaptureError where the model cannot be captured.
     """
-    trees: list[OutputTree] = []
-    step = _Step(model, loss_fn, call, want, trees.append)
-    step.training = model.training
-    program = _export(step, distinct(tensors), batch_leaves)
-    gm = _plain_graph(program, step)
-    symbolic = all(
-        dim is None or not isinstance(node.meta["val"].shape[dim], int)
-        for node, dim in zip(_inputs(gm), batch_leaves, strict=True)
-    )
-    return Captured(gm, call, tuple(batch_leaves), symbolic, trees[-1] if trees else None)
+    attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want)
+    try:
+        return attempt.capture()
+    except AsksValuesError as first:
+        return _with_answers(attempt, first)
+
+
+@dataclass
+class _Attempt:
+    """One way to capture a step: with answers for what it asks, and with some modules kept whole."""
+
+    model: nn.Module
+    call: Call
+    tensors: tuple[Tensor, ...]
+    batch_leaves: tuple[int | None, ...]
+    loss_fn: LossFn | None
+    want: str
+    answers: Answers | None = None
+    opaque: dict[str, str] = field(default_factory=dict)
+    watches: tuple[Watch, Watch] | None = None
+
+    def capture(self) -> Captured:
+        """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
+        trees: list[OutputTree] = []
+        guards: list[list[tuple[Tensor, Any, str]]] = []
+        step = _Step(self.model, self.loss_fn, self.call, self.want, trees.append)
+        step.training = self.model.training
+        step.answers, step.note_guards = self.answers, guards.append
+        kept = {path: self.model.get_submodule(path) for path in self.opaque}
+        with ExitStack() as stack:
+            stack.enter_context(functions_kept_whole())
+            if self.watches is not None:
+                stack.enter_context(modules_kept_whole(kept, *self.watches))
+            program = _export(step, self.tensors, self.batch_leaves)
+        asked = [(answer, line) for _, answer, line in guards[-1]] if guards else []
+        gm, found = _plain_graph(program, step, asked)
+        symbolic = all(
+            dim is None or not isinstance(node.meta["val"].shape[dim], int)
+            for node, dim in zip(_inputs(gm), self.batch_leaves, strict=True)
+        )
+        tree = trees[-1] if trees else None
+        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, tuple(self.opaque.items()))
+
+
+def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
+    """Capture again with the answers of a real run; modules whose questions depend on parameters stay whole."""
+    modules = {path: m for path, m in attempt.model.named_modules() if path}
+    while True:
+        attempt.answers, attempt.watches = _run_for_real(attempt, {path: modules[path] for path in attempt.opaque})
+        try:
+            return attempt.capture()
+        except AsksValuesError as again:
+            path = next((p for p in again.paths if p in modules and p not in attempt.opaque), None)
+            if path is None:
+                raise CaptureError(str(again)) from (again.__cause__ or first)
+            line = str(again).partition(" at ")[2].partition(";")[0]
+            kind = type(modules[path])
+            alike = [
+                p
+                for p, m in modules.items()
+                if type(m) is kind and not any(p.startswith(f"{q}.") for q in attempt.opaque)
+            ]
+            for inner in [q for q in attempt.opaque if any(q.startswith(f"{p}.") for p in alike)]:
+                del attempt.opaque[inner]
+            attempt.opaque.update({p: f"it asks for values at {line}" for p in alike})
+
+
+def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Answers, tuple[Watch, Watch]]:
+    """Run the eager model on the example, and on a smaller batch; leave buffers and random state as they were."""
+    sizes = {t.shape[d] for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True) if d is not None}
+    rows = min(sizes, default=1)
+    smaller = [
+        t if d is None else t.narrow(d, 0, max(1, rows - 1))
+        for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
+    ]
+    step = _Step(attempt.model, attempt.loss_fn, attempt.call, attempt.want, lambda tree: None)
+    before = [(b, b.detach().clone()) for b in attempt.model.buffers()]
+    watches = Watch(kept), Watch(kept)
+    answers = Answers()
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            with watches[0].on(), answers.recording():
+                step.result([t.clone() for t in attempt.tensors])
+            with watches[1].on():
+                step.result([t.clone() for t in smaller])
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+    return answers, watches
 
 
 def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int | None]) -> ExportedProgram:
@@ -162,11 +254,21 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
             program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
             inline_grad_regions(program.graph_module)
             return program.run_decompositions({})
-    except LossError:
+    except AsksValuesError as error:
+        error.paths = error.paths or modules_of_error(error.__traceback__, step.model)
+        raise
+    except EfftraError:
         raise
     except Exception as error:
-        if isinstance(error.__cause__, LossError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if isinstance(cause, AsksValuesError):
+            cause.paths = cause.paths or modules_of_error(cause.__traceback__, step.model)
+        if isinstance(cause, EfftraError):
+            raise cause from None
+        if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in str(error).lower():
+            asks = AsksValuesError(_why(error))
+            asks.paths = modules_of_error(error.__traceback__, step.model)
+            raise asks from error
         raise CaptureError(_why(error)) from error
     finally:
         for name, module in step.model.named_modules():
@@ -176,7 +278,8 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
 def _why(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
-    place = _user_line(error)
+    place = line_of_error(error.__traceback__)
+    place = f" at {place}" if place else ""
     if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
         first = f"it branches on, or takes a size from, the value of a tensor ({first.split('. ')[0]})"
         remedy = "replace the branch by torch.where, or move it out of forward"
@@ -185,19 +288,13 @@ def _why(error: BaseException) -> str:
     return f"the model cannot be captured as a graph: {first}{place}; {remedy}"
 
 
-def _user_line(error: BaseException) -> str:
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/efftra_fx/" not in file and not file.startswith("<"):
-            place = f" at {file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+def _plain_graph(
+    program: ExportedProgram, step: _Step, asked: Sequence[tuple[Any, str]]
+) -> tuple[fx.GraphModule, Guards | None]:
+    """Return the program's graph with roles on placeholders, tied parameters merged and checks dropped.
 
-
-def _plain_graph(program: ExportedProgram, step: _Step) -> fx.GraphModule:
-    """Return the program's graph with roles on placeholders, tied parameters merged and checks dropped."""
+    The last results are those that were `asked`; they become the guards.
+    """
     gm = program.graph_module
     signature = program.graph_signature
     names = _canonical_names(step)
@@ -224,17 +321,65 @@ def _plain_graph(program: ExportedProgram, step: _Step) -> fx.GraphModule:
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     values = list(output.args[0])
     news, results = values[: len(mutated)], values[len(mutated) :]
-    output.args = ((*results, *news),)
-    _drop_checks(gm.graph)
-    _allow_copies(gm.graph)
+    make_normal(gm.graph)
     _note_places(gm.graph)
+    written = tuple(names.get(str(t), _bare(str(t))) for t, _ in mutated)
+    results, guards = _split_guards(gm, results, asked, written, constants)
+    output.args = ((*results, *news),)
     gm.graph.eliminate_dead_code()
+    _refuse_dynamic(gm)
     clean = fx.GraphModule(gm, gm.graph)
     clean.meta.clear()
-    OUTPUTS[clean] = Outputs(len(results), tuple(names.get(str(t), _bare(str(t))) for t, _ in mutated))
+    OUTPUTS[clean] = Outputs(len(results), written)
     CONSTANTS[clean] = constants
     clean.recompile()
-    return clean
+    return clean, guards
+
+
+def _split_guards(
+    gm: fx.GraphModule,
+    results: list[Any],
+    asked: Sequence[tuple[Any, str]],
+    written: Sequence[str],
+    constants: Mapping[str, Tensor],
+) -> tuple[list[Any], Guards | None]:
+    """Take the guards out of the results; raises AsksValuesError for questions that inputs alone do not answer."""
+    if not asked:
+        return results, None
+    count = len(results) - len(asked)
+    CONSTANTS[gm] = constants
+    guards, bound = split_guards(gm, results[count:], asked, written)
+    if bound:
+        line = next(line for node, (_, line) in zip(results[count:], asked, strict=True) if node is bound[0])
+        error = AsksValuesError(
+            "the model cannot be captured as a graph: it branches on, or takes a size from, a value that depends on "
+            f"parameters at {line}; replace the branch by torch.where, or put that part into a module of its own"
+        )
+        error.paths = _paths(bound[0])
+        raise error
+    return results[:count], guards
+
+
+def _refuse_dynamic(gm: fx.GraphModule) -> None:
+    """Raise AsksValuesError where a shape depends on values."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            sizes = one.shape if isinstance(one, Tensor) else (one,)
+            if any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s) for s in sizes):
+                line = SOURCE.get(node) or "a line that is not known"
+                error = AsksValuesError(
+                    f"the model cannot be captured as a graph: the shape of {node.name} depends on values at {line}; "
+                    "use a mask (torch.where, multiplication) in place of a selection"
+                )
+                error.paths = _paths(node)
+                raise error
+
+
+def _paths(node: fx.Node) -> tuple[str, ...]:
+    """Return the modules that a node was computed in, the innermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(_bare(path) for path, _ in reversed(list(stack.values())) if path and path != "model")
 
 
 def _canonical_names(step: _Step) -> dict[str, str]:
@@ -265,19 +410,6 @@ def _role(
         constants[target] = program.constants[target]
         return Role("constant", target)
     raise CaptureError(f"the model holds a {kind.name.lower()} '{target}', which has no place in a graph of tensors")
-
-
-def _allow_copies(graph: fx.Graph) -> None:
-    """Let views copy where they must: an operator may lay its real result out in another way than its traced one."""
-    for node in graph.nodes:
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            node.target = torch.ops.aten.reshape.default
-
-
-def _drop_checks(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node.target in _CHECKS:
-            graph.erase_node(node)
 
 
 def _note_places(graph: fx.Graph) -> None:

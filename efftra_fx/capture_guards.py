@@ -1,0 +1,205 @@
+"""Branches on values: take the way that the example takes, and write down what must hold for it.
+
+Python that asks a tensor for its value (`if mask.all()`, `int(lengths.max())`, `.item()`)
+cannot be put into a graph. The model is run once on the example and each answer is written
+down with the line that asked. While the graph is captured, the same lines get the same
+answers, and what was asked becomes a guard: a tensor that must have this value whenever
+the graph is used. Guards that need only inputs are checked before a step does anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from efftra_fx.errors import CaptureError
+from efftra_fx.meta import CONSTANTS, ROLE, Role
+from efftra_fx.places import line_of_caller
+
+_ASKS: frozenset[Any] = frozenset(
+    {
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.item,
+        Tensor.tolist,
+        torch.is_nonzero,
+        torch.equal,
+        torch.allclose,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What must hold for a captured graph: `gm` gives tensors from inputs, `expected` their values.
+
+    `lines` are the user's lines that asked.
+    """
+
+    gm: fx.GraphModule
+    expected: tuple[Any, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What the graph takes."""
+        return tuple(ROLE[n] for n in self.gm.graph.nodes if n.op == "placeholder")
+
+    def broken(self, inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
+        """Return the line whose answer is another one for this batch, or None."""
+        operands = []
+        for role in self.roles:
+            held = {"input": inputs, "buffer": buffers, "constant": CONSTANTS[self.gm]}[role.kind]
+            operands.append(held[role.name])
+        with torch.no_grad():
+            found = self.gm(*operands)
+        for value, expected, line in zip(found, self.expected, self.lines, strict=True):
+            if _answer(value) != expected:
+                return f"{line} (the answer was {expected!r} and is {_answer(value)!r})"
+        return None
+
+
+@dataclass
+class Answers:
+    """The answers of one run of the model, by the line that asked, in order."""
+
+    by_line: dict[str, deque[Any]] = field(default_factory=dict)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down every answer that real tensors give."""
+
+        def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+            answer = proceed()
+            self.by_line.setdefault(line, deque()).append(answer)
+            return answer
+
+        with _Asking(ask):
+            yield
+
+    @contextmanager
+    def replaying(self, guards: list[tuple[Tensor, Any, str]]) -> Iterator[None]:
+        """Give the recorded answers, and note each asked tensor with its answer and line."""
+        left = {line: deque(answers) for line, answers in self.by_line.items()}
+
+        def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+            if not left.get(line):
+                raise CaptureError(
+                    f"{line} asks for a value while the model is captured that it does not ask for when it runs; "
+                    "the way through the model must depend on its inputs alone"
+                )
+            answer = left[line].popleft()
+            guards.append((value, answer, line))
+            return answer
+
+        with _Asking(ask):
+            yield
+
+
+@contextmanager
+def no_questions() -> Iterator[None]:
+    """Raise AsksValuesError at the first question for a value."""
+
+    def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+        raise AsksValuesError(
+            f"the model cannot be captured as a graph: it branches on, or takes a size from, the value of a tensor "
+            f"at {line}; replace the branch by torch.where, or move it out of forward"
+        )
+
+    with _Asking(ask):
+        yield
+
+
+class AsksValuesError(CaptureError):
+    """Raise where Python asks for a value; `paths` are the modules in which it does, the innermost first."""
+
+    paths: tuple[str, ...] = ()
+
+
+class _Asking(TorchFunctionMode):
+    """Hand every question for a tensor's value to `ask(tensor, line, proceed)`."""
+
+    def __init__(self, ask: Callable[[Any, str, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ASKS:
+            return func(*args, **kwargs)
+        value: Any = args[0]
+        if func is torch.equal:
+            value = (args[0] == args[1]).all() if args[0].shape == args[1].shape else torch.tensor(False)
+        elif func is torch.allclose:
+            value = torch.isclose(*args, **kwargs).all()
+        return self.ask(value, line_of_caller(), lambda: func(*args, **kwargs))
+
+
+def _answer(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def split_guards(
+    gm: fx.GraphModule, results: Sequence[Any], asked: Sequence[tuple[Any, str]], written: Sequence[str]
+) -> tuple[Guards, list[fx.Node]]:
+    """Return the guards as a graph of their own, and those nodes among `results` that need more than inputs.
+
+    `results` are the nodes that were asked, `asked` their answers and lines, `written` the buffers that
+    the step writes: their values are not those of the example when the next step asks.
+    """
+    free: dict[fx.Node, bool] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            role = ROLE[node]
+            free[node] = role.kind in ("input", "constant") or (role.kind == "buffer" and role.name not in written)
+        elif node.op == "call_function":
+            free[node] = all(free[n] for n in node.all_input_nodes)
+    kept: dict[tuple[Any, str], tuple[Any, Any, str]] = {}
+    bound: list[fx.Node] = []
+    for result, (answer, line) in zip(results, asked, strict=True):
+        if isinstance(result, fx.Node) and not free[result]:
+            bound.append(result)
+        elif isinstance(result, fx.Node) and _reads(result):
+            kept.setdefault((result, line), (result, _answer(answer), line))
+    nodes = [result for result, _, _ in kept.values()]
+    graph = _copy(gm, nodes)
+    guards = fx.GraphModule(gm, graph)
+    CONSTANTS[guards] = CONSTANTS[gm]
+    return Guards(guards, tuple(a for _, a, _ in kept.values()), tuple(line for _, _, line in kept.values())), bound
+
+
+def _reads(node: fx.Node) -> bool:
+    """Say whether a value needs more than constants."""
+    needed = _ancestors([node])
+    return any(n.op == "placeholder" and ROLE[n].kind != "constant" for n in needed)
+
+
+def _ancestors(results: Sequence[Any]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    pending = [n for n in results if isinstance(n, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return needed
+
+
+def _copy(gm: fx.GraphModule, results: Sequence[Any]) -> fx.Graph:
+    needed = _ancestors(results)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[n] if isinstance(n, fx.Node) else n for n in results))
+    return graph

@@ -1,0 +1,55 @@
+"""Bring a captured graph into the form that all passes expect: no checks, and every operator differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_CHECKS = frozenset(
+    {
+        aten._assert_scalar.default,
+        aten._assert_tensor_metadata.default,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+        aten._assert_async.msg,
+        aten._assert_async.default,
+    }
+)
+
+
+def make_normal(graph: fx.Graph) -> None:
+    """Drop checks, let views copy where they must, and spell out copies; changes the graph in place."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in _CHECKS:
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # an operator may lay its real result out unlike its traced one
+        elif node.target is aten.copy.default:
+            _spell_copy(graph, node)
+
+
+def _spell_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a copy into memory that nobody reads, which has no derivative, by the source expanded and converted."""
+    into: Any = node.args[0]
+    value: Any = node.args[1]
+    with graph.inserting_before(node):
+        if tuple(into.meta["val"].shape) != tuple(value.meta["val"].shape):
+            fake = into.meta["val"].to(value.meta["val"].dtype)
+            value = _like(graph.call_function(aten.expand_as.default, (value, into)), node, fake)
+        fake, kind = node.meta["val"], into.meta["val"].dtype
+        if kind != value.meta["val"].dtype:
+            value = _like(graph.call_function(aten._to_copy.default, (value,), {"dtype": kind}), node, fake)
+        else:
+            value = _like(graph.call_function(aten.alias.default, (value,)), node, fake)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _like(node: fx.Node, other: fx.Node, value: Any) -> fx.Node:
+    node.meta.update({k: v for k, v in other.meta.items() if k in ("nn_module_stack", "stack_trace")})
+    node.meta["val"] = value
+    return node
