@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from efftra_fx.build import Built, agreed_plan, connections, make_bar, measured_chain, place
 from efftra_fx.check import CheckReport, compare_gradients, one_device_step
 from efftra_fx.cluster import Cluster
-from efftra_fx.compiler import Front, Options, Report, check_inputs, front_end
+from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
 from efftra_fx.cost import CostTable
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError, PlanError
@@ -219,6 +219,7 @@ class CompiledModel:
         begin = time.perf_counter()
         verify_programs(programs, built.back.wiring, built.back.plan)
         self.report.timed("verify", begin)
+        check_parts(built.front, programs)
         self.world.prepare(*connections(programs))
         begin = time.perf_counter()
         executors = {

@@ -31,7 +31,7 @@ from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
 from efftra_fx.passes.verify import verify_plan
 from efftra_fx.plan import Plan, Stage
-from efftra_fx.program import Wiring
+from efftra_fx.program import Load, RankProgram, Wiring
 from efftra_fx.signature import Call, describe, difference
 from efftra_fx.trace import Captured, LossFn, capture
 from efftra_fx.trace_check import check_capture
@@ -95,6 +95,7 @@ class Front:
     loss_dtype: torch.dtype
     notes: tuple[str, ...]
     counters: frozenset[str]
+    pairwise: str | None  # a module that needs two rows or more in every part: it normalises over rows alone
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         ("role", "outputs"),
         lambda name, graph, _: report.graph(name, graph),
     )
-    notes, counters = _notes(gm), _counters(gm)
+    notes, counters, pairwise = _notes(gm), _counters(gm), _pairwise(gm)
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -217,7 +218,17 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     names = call.tensor_names
     by_name = dict(zip(names, dims, strict=True))
     return Front(
-        captured, gm, tail, by_name, dict(zip(names, tensors, strict=True)), values, rows, loss_dtype, notes, counters
+        captured,
+        gm,
+        tail,
+        by_name,
+        dict(zip(names, tensors, strict=True)),
+        values,
+        rows,
+        loss_dtype,
+        notes,
+        counters,
+        pairwise,
     )
 
 
@@ -229,6 +240,27 @@ def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
         f"batch statistics of {', '.join(norms)} are those of each micro-batch on each replica, as if one device "
         "ran the same parts in order; for whole-batch statistics use micro_batches=1 and one replica",
     )
+
+
+def _pairwise(gm: fx.GraphModule) -> str | None:
+    for node in gm.graph.nodes:
+        if is_batch_statistics(node) and isinstance(node.args[0], fx.Node) and node.args[0].meta["val"].ndim == 2:
+            return PATH.get(node) or node.name
+    return None
+
+
+def check_parts(front: Front, programs: Mapping[int, RankProgram]) -> None:
+    """Raise BatchError where a part of one row goes through a norm that needs several."""
+    if front.pairwise is None:
+        return
+    for rank, program in programs.items():
+        for instruction in program.instructions:
+            if isinstance(instruction, Load) and instruction.stop - instruction.start == 1:
+                raise BatchError(
+                    f"'{front.pairwise}' normalises over the rows of a part, but rank {rank} gets only row "
+                    f"{instruction.start} of {program.rows} in micro-batch {instruction.micro_batch}; "
+                    "use fewer micro-batches or replicas, or a larger batch"
+                )
 
 
 def _counters(gm: fx.GraphModule) -> frozenset[str]:
