@@ -74,7 +74,7 @@ class _Builder:
 
     def __init__(self, options: InsertComm, gm: fx.GraphModule) -> None:
         self.options = options
-        self.devices = tuple(stage.devices for stage in options.plan.stages)
+        self.devices = tuple(stage.devices[:: stage.tensor] for stage in options.plan.stages)
         self.cells = lay_out_cells(self.devices, options.rows, options.plan.micro_batches)
         self.values = {value.name: value for value in options.wiring.values}
         self.bounds = {bound.name: bound for bound in options.tail.boundaries}
@@ -148,9 +148,12 @@ class _Builder:
         value = self.values[name]
         if len(parts) == 1:
             return parts[0]
-        joined = (
-            self._call(ops.join_rows, parts, value.dim) if value.kind == "rows" else self._call(ops.add_parts, parts)
-        )
+        if not parts:  # a partial sum that another replica counts
+            joined = self._call(torch.zeros, value.shape, dtype=getattr(torch, value.dtype))
+        elif value.kind == "rows":
+            joined = self._call(ops.join_rows, parts, value.dim)
+        else:
+            joined = self._call(ops.add_parts, parts)
         STAGE[joined] = cell.stage
         _note(joined, value.dtype, value.part_shape(cell.stop - cell.start))
         return joined

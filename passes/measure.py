@@ -76,9 +76,15 @@ def _content(gm: fx.GraphModule, flags: Flags) -> str:
 
 
 def sample_rows(rows: int) -> tuple[int, int]:
-    """Return the two part sizes at which blocks are timed: about an eighth of the batch, and half of it."""
-    large = max(1, -(-rows // 2))
-    return max(1, min(large // 4, large - 1)) if large > 1 else 1, large
+    """Return the two part sizes at which blocks are timed: about an eighth of the batch, and half of it.
+
+    Never one row, of which some models can take no statistics.
+
+    >>> sample_rows(64), sample_rows(1)
+    ((8, 32), (2, 3))
+    """
+    large = max(3, -(-rows // 2))
+    return max(2, large // 4), large
 
 
 def measure_chain(

@@ -333,8 +333,8 @@ class Executor:
                 elif role.kind == "input":
                     operands.append(inputs[role.name])
                 else:
-                    pieces = step.arrived.pop((role.name, micro_batch, False))
-                    operands.append(assemble(pieces, self.values[role.name], first, stop))
+                    pieces = step.arrived.pop((role.name, micro_batch, False), [])
+                    operands.append(assemble(pieces, self.values[role.name], first, stop, self.device))
             if work.random:
                 with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                     torch.manual_seed(_mix(step.seed, *salt))
@@ -374,7 +374,7 @@ class Executor:
             value = self.values[name]
             pieces = step.arrived.pop((name, micro_batch, True), None)
             if pieces is not None:
-                gradients.append(assemble(pieces, value, first, stop))
+                gradients.append(assemble(pieces, value, first, stop, self.device))
             elif any(value.gradients):
                 shape = value.part_shape(stop - first)
                 gradients.append(torch.zeros(shape, dtype=getattr(torch, value.dtype), device=self.device))

@@ -26,8 +26,13 @@ class Bound(Protocol):
     def dim(self) -> int: ...
 
 
-def assemble(pieces: Pieces, value: Value, first: int, stop: int) -> Tensor:
-    """Return the value for rows [first, stop) from its pieces; pieces for the same rows add up."""
+def assemble(pieces: Pieces, value: Value, first: int, stop: int, device: torch.device) -> Tensor:
+    """Return the value for rows [first, stop) from its pieces; pieces for the same rows add up.
+
+    Where a partial sum goes to another replica, there are no pieces, and this one counts nothing.
+    """
+    if not pieces and value.kind == "sum":
+        return torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
     if len(pieces) == 1:
         return pieces[0][2]
     if value.kind != "rows":

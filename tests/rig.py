@@ -133,10 +133,10 @@ class Rig:
         """Number of blocks of the model."""
         return self.first.plan.blocks
 
-    def _expected(self, rows: int) -> Trained:
+    def _expected(self, rows: int, steps: int = STEPS) -> Trained:
         twin = copy.deepcopy(self.model)
         twin.load_state_dict(self.start)
-        return train_eagerly(self.example, twin, self.example.data(rows))
+        return train_eagerly(self.example, twin, self.example.data(rows), steps)
 
     def program(self, plan: Plan) -> CompiledModel:
         """Return the program of a plan, at the first weights."""

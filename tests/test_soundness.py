@@ -1,0 +1,69 @@
+"""Whatever model, cluster and plan are drawn: programs are proven sound, the simulator ends, the result is right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+from rig import Rig, assert_close
+from strategies import example_of_recipe, plans, recipes
+from strategies_programs import clusters
+
+from efftra_fx import verify
+from efftra_fx.cluster import Cluster
+from efftra_fx.plan import Plan
+from efftra_fx.runtime.simulate import Durations, simulate
+
+RANKS = 6
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink a model takes minutes, and the note says it all
+MODELS, PLANS = 25, 40  # 1,000 cases
+
+
+def one_case(rig: Rig, plan: Plan, cluster: Cluster, rows: int) -> None:
+    """Prove, simulate and run one plan with a batch of so many rows."""
+    program, batch = rig.first.with_plan(plan), rig.example.data(rows)
+    expected = rig.expected(rows, 1)
+    rig.model.zero_grad()
+    loss = program.step(*batch.args)
+    gradients = {n: p.grad for n, p in program.named_parameters() if p.grad is not None}
+    assert abs(float(loss) - expected.losses[0]) <= 1e-9 * max(abs(expected.losses[0]), 1.0)
+    assert_close(expected.gradients, gradients, 1e-9, "gradient")
+    programs = program.programs
+    assert {p.rows for p in programs.values()} == {rows}
+    verify(programs, wiring=program.wiring, plan=plan)
+    times = Durations(lambda stage, count: 0.1 * stage + count, lambda stage, count: 2.0 * count)
+    timeline = simulate(programs, program.wiring, times, cluster.link)
+    assert timeline.step_s > 0
+
+
+@st.composite
+def cases(draw: st.DrawFn, rig: Rig) -> tuple[Plan, Cluster, int]:
+    """Draw a plan, a cluster that it may run on, and a number of rows."""
+    joined = not rig.first.built.front.tail.linear
+    return draw(plans(rig.blocks, RANKS, joined)), draw(clusters(RANKS)), draw(st.integers(1, 13))
+
+
+def many_cases(data: st.DataObject, count: int) -> None:
+    """Capture one drawn model and run it by many drawn plans."""
+    recipe = data.draw(recipes())
+    rig = Rig(example_of_recipe(recipe), RANKS)
+    for _ in range(count):
+        plan, cluster, rows = data.draw(cases(rig))
+        try:
+            one_case(rig, plan, cluster, rows)
+        except Exception:
+            note(f"{recipe!r}\n{plan!r}\n{rows} rows")
+            raise
+
+
+@settings(max_examples=MODELS, phases=PHASES)
+@given(st.data())
+def test_any_plan_of_any_model_is_sound_and_equals_one_device(data: st.DataObject) -> None:
+    many_cases(data, PLANS)
+
+
+@pytest.mark.long
+@settings(max_examples=2000, phases=PHASES)
+@given(st.data())
+def test_a_hundred_thousand_cases_are_sound_and_equal_one_device(data: st.DataObject) -> None:
+    many_cases(data, 50)
