@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.build import Built, agreed_plan, connections, make_bar, measured_chain, place
+from efftra_fx.build import Built, agreed_plan, connections, make_bar, measured_chain, place, stage_times
 from efftra_fx.check import CheckReport, compare_gradients, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
@@ -214,7 +214,8 @@ class CompiledModel:
             return self._executors[rows][1]
         built = self.built
         begin = time.perf_counter()
-        programs = lower(built.back.plan, built.back.wiring, rows, ranks=self.world.size)
+        times = stage_times(built.chain, built.back.plan, rows)
+        programs = lower(built.back.plan, built.back.wiring, rows, ranks=self.world.size, times=times)
         self.report.timed("lower", begin)
         begin = time.perf_counter()
         verify_programs(programs, built.back.wiring, built.back.plan)

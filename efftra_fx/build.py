@@ -200,6 +200,17 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
+def stage_times(chain: Chain, plan: Plan, rows: int) -> tuple[tuple[float, float], ...]:
+    """Return each stage's seconds, forward and backward, for one micro-batch of the largest size."""
+    size = -(-rows // plan.micro_batches)
+    times = []
+    for stage in plan.stages:
+        blocks = [chain.blocks[index] for index in stage.blocks]
+        part = size / stage.replicas
+        times.append((sum(b.forward.at(part) for b in blocks), sum(b.backward.at(part) for b in blocks)))
+    return tuple(times)
+
+
 def connections(programs: Mapping[int, RankProgram]) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
     """Return all groups and pairs of ranks that talk, in an order that is the same on every rank."""
     groups: set[tuple[int, ...]] = set()
