@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status; errors of the package are one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["plan"] and not any(":" in word for word in words[1:2]):
+        if words[:1] == ["plan"] and not any(":" in word for word in words[1:]) and {"-h", "--help"}.isdisjoint(words):
             return _plan_profile(words[1:])
         if words[:1] == ["demo"]:
             return _demo(words[1:])

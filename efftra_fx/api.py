@@ -47,6 +47,15 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.trace import LossFn
+from efftra_fx.variants import (
+    MOST_VARIANTS,
+    NotCaptured,
+    agree_on_batch,
+    capture_again,
+    choose,
+    describe_batch,
+    lay_out,
+)
 from efftra_fx.world import Turns, World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -86,6 +95,8 @@ def compile(
     rest. `batch_dims` says along which dimension a tensor carries the batch where that is not dimension 0
     (None: it does not). `costs` is "measured", "estimated" (from operation counts, nothing is run), or a
     table. `optimizer_states` is the optimizer's state in bytes for each byte of parameters (Adam: 2).
+    `progress` shows a bar while blocks are measured, and what each part of the compilation took (default: on
+    terminals).
     `timeout` limits every wait, in seconds. `dump` (or EFFTRA_FX_DUMP) is a folder for what each pass made.
 
     Raises an `EfftraError` that says what cannot be had and why.
@@ -144,7 +155,8 @@ class CompiledModel:
         self.calls = 0
         self.progress = progress
         self._built: Built | None = None
-        self._executors: dict[int, tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
+        self._variants: list[Built] = []  # the same step for batches of other forms
+        self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, Evaluation] = {}
 
     @cached_property
@@ -171,6 +183,7 @@ class CompiledModel:
         chain = measured_chain(front, self.options, world, self.report, make_bar(world, self.progress))
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
         self._built = place(front, back, chain, planned, world, self.report)
+        self._variants.clear()
         self._executors.clear()
         if world is not None:
             self._prepare(front.rows)
@@ -180,6 +193,8 @@ class CompiledModel:
         if world is None or world.first:
             for note in front.notes:
                 print(f"efftra_fx: {note}", file=sys.stderr)
+            if make_bar(world, self.progress) is not None:
+                print(f"efftra_fx: compiled in\n{self.report.table()}", file=sys.stderr)
         if self.make_optimizer is not None and world is not None:
             self.optimizer = self.make_optimizer(self.parameters())
 
@@ -208,11 +223,11 @@ class CompiledModel:
             raise problem
         return front
 
-    def _prepare(self, rows: int) -> dict[int, Executor]:
-        """Return this process's executors for a batch size; lowered, verified and kept at first use."""
-        if rows in self._executors:
-            return self._executors[rows][1]
-        built = self.built
+    def _prepare(self, rows: int, form: int = 0) -> dict[int, Executor]:
+        """Return this process's executors for a batch's size and form; lowered, verified and kept at first use."""
+        if (form, rows) in self._executors:
+            return self._executors[form, rows][1]
+        built = self._forms[form]
         begin = time.perf_counter()
         times = stage_times(built.chain, built.back.plan, rows)
         programs = lower(built.back.plan, built.back.wiring, rows, ranks=self.world.size, times=times)
@@ -236,8 +251,13 @@ class CompiledModel:
             for t in self.world.transports
         }
         self.report.timed("differentiate", begin)
-        self._executors[rows] = (programs, executors)
+        self._executors[form, rows] = (programs, executors)
         return executors
+
+    @property
+    def _forms(self) -> list[Built]:
+        """The step for each form of batch that was met; the first is what was compiled."""
+        return [self.built, *self._variants]
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Compute loss and gradients of the global batch, which every rank gives alike; a collective call.
@@ -248,40 +268,63 @@ class CompiledModel:
         """
         if self._built is None:
             self.build(args, kwargs, target)
-        batch = self._batch(args, kwargs, target)
+        form, batch = self._batch(args, kwargs, target)
         # A model that draws nothing leaves the caller's random state alone, as it would on one device.
-        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if any(self.built.back.random) else 0
-        results = self._run(batch, seed)
+        random = any(self._forms[form].back.random)
+        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if random else 0
+        results = self._run(form, batch, seed)
         self._add_gradients(results)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return _loss(results)
 
-    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        """Return the checked global batch; raises on every rank where any rank's is wrong."""
-        front = self.built.front
+    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[int, Batch]:
+        """Return the checked global batch and the number of its form; raises on every rank where any rank's is wrong.
+
+        A form that was not met before is captured now.
+        """
         problem: EfftraError | None = None
-        batch: Batch | None = None
+        found: tuple[Call, tuple[Tensor, ...]] | None = None
+        form, new = -1, ""
         try:
-            call, tensors = read_call(self.model.forward, args, kwargs, target)
-            rows = check_inputs(front, call, tensors)
-            batch = Batch(rows, self._named(call, tensors), front.dims)
+            found = call, tensors = read_call(self.model.forward, args, kwargs, target)
+            form = choose(self._forms, call, tensors, next(iter(self.built.tensors.values())).buffers)
+        except NotCaptured as error:
+            new = str(error)
         except EfftraError as error:
             problem = error
         self.calls += 1
+        agree_on_batch(self.world, problem, self.calls, describe_batch(*found) if found is not None else "", form)
+        assert problem is None and found is not None
+        if new:
+            form = self._new_form(*found, new)
+        front = self._forms[form].front
+        return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
+
+    def _new_form(self, call: Call, tensors: Sequence[Tensor], reason: str) -> int:
+        """Capture the step for a new form of batch, and lay it out on the tensors that are held; a collective call."""
+        problem: EfftraError | None = None
+        built: Built | None = None
+        try:
+            front = capture_again(self.model, self.built, call, tensors, self.options, reason)
+            built = lay_out(self.built, front, self.world)
+        except EfftraError as error:
+            problem = error
         self.world.agree(problem, self.calls)
-        if batch is None:
-            assert problem is not None
-            raise problem
-        return batch
+        assert built is not None
+        if len(self._variants) == MOST_VARIANTS:
+            self._variants.clear()
+            self._executors = {key: value for key, value in self._executors.items() if key[0] == 0}
+        self._variants.append(built)
+        return len(self._variants)
 
     def _named(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         device = self.world.device
         return {name: t.detach().to(device) for name, t in zip(call.tensor_names, tensors, strict=True)}
 
-    def _run(self, batch: Batch, seed: int) -> dict[int, StepResult]:
-        executors = self._prepare(batch.rows)
+    def _run(self, form: int, batch: Batch, seed: int) -> dict[int, StepResult]:
+        executors = self._prepare(batch.rows, form)
         refresh_copies(self.built)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
@@ -430,9 +473,9 @@ class CompiledModel:
         times: list[float] = []
         results: dict[int, StepResult] = {}
         for _ in range(repeats):
-            batch = self._batch(args, kwargs, target)
+            form, batch = self._batch(args, kwargs, target)
             begin = time.perf_counter()
-            results = self._run(batch, 0)
+            results = self._run(form, batch, 0)
             times.append(time.perf_counter() - begin)
             for rank, held in self.built.tensors.items():
                 for name, buffer in held.buffers.items():
