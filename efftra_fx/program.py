@@ -94,6 +94,7 @@ class Parameter:
     shape: tuple[int, ...]
     stages: tuple[int, ...]
     trainable: bool
+    partial: bool = False  # in a stage wider than one rank: each rank of a replica has a part of the gradient
 
     @property
     def size_bytes(self) -> int:
@@ -276,8 +277,9 @@ Instruction: TypeAlias = (
 class RankProgram:
     """What one rank does in one step over a global batch of `rows` rows.
 
-    A rank computes for at most one stage, as replica number `replica` of it. A
-    rank that the plan leaves idle has stage None; its program is only
+    A rank computes for at most one stage, as replica number `replica` of it; of a
+    replica `width` ranks wide it is number `tensor`, and its computations meet those
+    of the others. A rank that the plan leaves idle has stage None; its program is only
     `reduce_loss` and `update`, so that it too learns the loss.
     """
 
@@ -287,8 +289,12 @@ class RankProgram:
     stage: int | None
     replica: int
     instructions: tuple[Instruction, ...]
+    tensor: int = 0
+    width: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.tensor < self.width:
+            raise ProgramError(f"rank {self.rank} is number {self.tensor} of {self.width} in its tensor group")
         if self.rank < 0 or self.replica < 0 or (self.stage is not None and self.stage < 0):
             raise ProgramError(f"rank {self.rank}, stage {self.stage} and replica {self.replica} must not be negative")
         if self.rows < 1 or self.micro_batches < 1:

@@ -104,7 +104,8 @@ def print_program(program: RankProgram) -> str:
     stage = "none" if program.stage is None else str(program.stage)
     head = (
         f"program rank={program.rank} stage={stage} replica={program.replica} "
-        f"rows={program.rows} micro_batches={program.micro_batches}"
+        + (f"tensor={program.tensor} width={program.width} " if program.width > 1 else "")
+        + f"rows={program.rows} micro_batches={program.micro_batches}"
     )
     return "\n".join([head, *(f"  {print_instruction(i)}" for i in program.instructions)]) + "\n"
 
@@ -132,6 +133,7 @@ def print_wiring(wiring: Wiring) -> str:
         lines.append(
             f"  parameter {_quote(parameter.name)} {_quote(parameter.dtype)}{list(parameter.shape)} "
             f"stages={list(parameter.stages)} trainable={_flag(parameter.trainable)}"
+            + (" partial" if parameter.partial else "")
         )
     return "\n".join(lines) + "\n"
 
@@ -336,12 +338,18 @@ def _parse_head(text: str) -> RankProgram:
         stage = line.integer()
     line.field("replica")
     replica = line.integer()
+    tensor, width = 0, 1
+    if line.peek() == "tensor":
+        line.field("tensor")
+        tensor = line.integer()
+        line.field("width")
+        width = line.integer()
     line.field("rows")
     rows = line.integer()
     line.field("micro_batches")
     micro_batches = line.integer()
     line.end()
-    return RankProgram(rank, rows, micro_batches, stage, replica, ())
+    return RankProgram(rank, rows, micro_batches, stage, replica, (), tensor, width)
 
 
 def _parse_wiring(lines: list[tuple[int, str]]) -> Wiring:
@@ -398,4 +406,8 @@ def _parse_parameter(line: _Line) -> Parameter:
     line.field("stages")
     stages = line.integers()
     line.field("trainable")
-    return Parameter(name, dtype, shape, stages, line.flag())
+    trainable = line.flag()
+    partial = line.peek() == "partial"
+    if partial:
+        line.expect("partial")
+    return Parameter(name, dtype, shape, stages, trainable, partial)

@@ -2,7 +2,7 @@
 
 Four ways in which messages may behave, from lenient to strict; programs must end in
 all of them. A computation always waits for what it receives, and a collective for
-all its members.
+all its members; a computation of a replica wider than one rank is a collective of its ranks.
 
 - buffered: a send never waits.
 - rendezvous: a send blocks its rank until the matching receive has been posted.
@@ -24,6 +24,10 @@ from typing import Literal, TypeAlias, get_args
 
 from efftra_fx.program import (
     AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Join,
     RankProgram,
     Recv,
@@ -77,6 +81,7 @@ class _Run:
         self.at = dict.fromkeys(programs, 0)
         self.ends = match_messages(programs)
         self.awaited = {rank: awaited_receives(program) for rank, program in programs.items()}
+        self.groups = _tensor_groups(programs)
         self.done: set[At] = set()
         self.queues = _queues(programs, semantics)
         self.places = {at: (queue, group) for queue in self.queues for group in queue.groups for at in group}
@@ -113,10 +118,19 @@ class _Run:
             case Update():
                 free = all(one in self.done for one in self.messages[rank])
             case _:
-                free = all(self.has_arrived((rank, index)) for index in self.awaited[rank].get(at, ()))
+                group = self.groups[rank] if isinstance(instructions[at], _MEETINGS) else (rank,)
+                free = all(self.may_compute(member, instructions[at]) for member in group)
+                if free:
+                    for member in set(group) - {rank}:
+                        self.at[member] += 1
         if free:
             self.at[rank] += 1
         return free
+
+    def may_compute(self, rank: int, instruction: object) -> bool:
+        """Say whether the rank stands at this computation and has received what it needs there."""
+        arrived = (self.has_arrived((rank, index)) for index in self.awaited[rank].get(self.at[rank], ()))
+        return self.present(rank) == instruction and all(arrived)
 
     def present(self, rank: int) -> object:
         program = self.programs.get(rank)
@@ -150,6 +164,21 @@ class _Run:
 
     def is_active(self, queue: _Queue, group: tuple[At, ...]) -> bool:
         return self.is_posted(group[-1]) and queue.current() == group
+
+
+_MEETINGS = (Forward, Backward, BackwardInput, BackwardWeight)
+
+
+def _tensor_groups(programs: Mapping[int, RankProgram]) -> dict[int, tuple[int, ...]]:
+    """Return for each rank those that it meets in its computations, itself included."""
+    members: dict[tuple[int | None, int], list[int]] = {}
+    for rank, program in programs.items():
+        if program.width > 1:
+            members.setdefault((program.stage, program.replica), []).append(rank)
+    return {
+        rank: tuple(members[program.stage, program.replica]) if program.width > 1 else (rank,)
+        for rank, program in programs.items()
+    }
 
 
 def _queues(programs: Mapping[int, RankProgram], semantics: Semantics) -> list[_Queue]:

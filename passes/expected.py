@@ -10,7 +10,7 @@ from efftra_fx.plan import Plan
 from efftra_fx.program import Instruction, RankProgram, Recv, Send, Wiring
 from efftra_fx.program_text import print_instruction
 
-from .routes import Cell, Devices, find_routes, lay_out_cells
+from .routes import Cell, Devices, Widths, find_routes, lay_out_cells
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Expected:
 
     ranks: tuple[int, ...]
     devices: Devices
+    widths: Widths
     cells: Mapping[int, Mapping[int, Cell]]  # by rank, by micro-batch
     sends: Mapping[int, frozenset[Send]]
     receives: Mapping[int, frozenset[Recv]]
@@ -27,28 +28,33 @@ class Expected:
 def expect(programs: Mapping[int, RankProgram], wiring: Wiring, plan: Plan | None) -> Expected:
     """Work out the layout; raise HeaderError where the programs' heads disagree, or do not follow the plan."""
     rows, micro_batches = _common_sizes(programs)
-    devices = _devices(programs, wiring)
+    devices, widths = _devices(programs, wiring)
     if plan is not None:
         planned = tuple(stage.devices for stage in plan.stages)
         if planned != devices:
             raise HeaderError(f"the plan puts the stages on devices {planned}, but the programs on {devices}")
+        wide = tuple(stage.tensor for stage in plan.stages)
+        if wide != widths:
+            raise HeaderError(f"the plan has stages {wide} ranks wide, but the programs {widths}")
         if plan.micro_batches != micro_batches:
             raise HeaderError(f"the plan has {plan.micro_batches} micro-batches, but the programs {micro_batches}")
-    cells = lay_out_cells(devices, rows, micro_batches)
+    cells = lay_out_cells(devices, rows, micro_batches, widths)
     by_rank: dict[int, dict[int, Cell]] = {rank: {} for rank in programs}
     for cell in (cell for stage in cells for micro_batch in stage for cell in micro_batch):
         by_rank[cell.rank][cell.micro_batch] = cell
     sends: dict[int, set[Send]] = {rank: set() for rank in programs}
     receives: dict[int, set[Recv]] = {rank: set() for rank in programs}
     for route in find_routes(wiring, cells):
-        sends[route.source.rank].add(route.send())
-        receives[route.target.rank].add(route.recv())
+        if route.forward:
+            sends[route.source.rank].add(route.send())
+            receives[route.target.rank].add(route.recv())
         if route.gradient:
             sends[route.target.rank].add(route.send_gradient())
             receives[route.source.rank].add(route.recv_gradient())
     return Expected(
         tuple(sorted(programs)),
         devices,
+        widths,
         by_rank,
         {rank: frozenset(some) for rank, some in sends.items()},
         {rank: frozenset(some) for rank, some in receives.items()},
@@ -81,7 +87,9 @@ def _common_sizes(programs: Mapping[int, RankProgram]) -> tuple[int, int]:
     return first.rows, first.micro_batches
 
 
-def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> Devices:
+def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> tuple[Devices, Widths]:
+    """Return each stage's ranks, replica by replica, and how many ranks a replica of it has."""
+    widths: dict[int, int] = {}
     devices: list[dict[int, int]] = [{} for _ in range(wiring.stages)]
     for rank in sorted(programs):
         program = programs[rank]
@@ -91,10 +99,17 @@ def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> Devices:
             continue
         if program.stage >= wiring.stages:
             raise HeaderError(f"rank {rank} computes stage {program.stage}, but there are {wiring.stages} stages")
-        other = devices[program.stage].setdefault(program.replica, rank)
+        width = widths.setdefault(program.stage, program.width)
+        if program.width != width:
+            raise HeaderError(f"rank {rank} says that stage {program.stage} is {program.width} wide, another rank {width}")
+        other = devices[program.stage].setdefault(program.replica * width + program.tensor, rank)
         if other != rank:
-            raise HeaderError(f"ranks {other} and {rank} are both replica {program.replica} of stage {program.stage}")
+            what = f"replica {program.replica}" + (f", number {program.tensor}," if width > 1 else "")
+            raise HeaderError(f"ranks {other} and {rank} are both {what} of stage {program.stage}")
     for stage, replicas in enumerate(devices):
         if sorted(replicas) != list(range(len(replicas))) or not replicas:
             raise HeaderError(f"stage {stage} has replicas {sorted(replicas)}, expected 0, 1, … without a gap")
-    return tuple(tuple(replicas[q] for q in range(len(replicas))) for replicas in devices)
+        if len(replicas) % widths[stage]:
+            raise HeaderError(f"stage {stage} has {len(replicas)} ranks, expected a multiple of its width {widths[stage]}")
+    ranks = tuple(tuple(replicas[q] for q in range(len(replicas))) for replicas in devices)
+    return ranks, tuple(widths[stage] for stage in range(len(ranks)))

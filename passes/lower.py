@@ -65,10 +65,11 @@ def lower(
     """
     world = _check(plan, wiring, rows, ranks, defer_weights, times)
     devices = tuple(stage.devices for stage in plan.stages)
-    cells = lay_out_cells(devices, rows, plan.micro_batches)
+    widths = tuple(stage.tensor for stage in plan.stages)
+    cells = lay_out_cells(devices, rows, plan.micro_batches, widths)
     lines: dict[int, list[Instruction]] = {rank: [] for rank in world}
     _write_work(lines, plan, wiring, cells, order_of_work(plan, wiring, len(cells[0]), times, defer_weights))
-    for bucket in plan_buckets(wiring, devices, bucket_bytes):
+    for bucket in plan_buckets(wiring, devices, bucket_bytes, widths):
         for rank in bucket.ranks:
             lines[rank].append(bucket)
     places = {rank: (stage, q) for stage, line in enumerate(devices) for q, rank in enumerate(line)}
@@ -76,34 +77,68 @@ def lower(
     for rank in world:
         if wiring.loss:
             lines[rank].append(ReduceLoss(world))
-        stage, replica = places.get(rank, (None, 0))
+        stage, place = places.get(rank, (None, 0))
+        width = 1 if stage is None else widths[stage]
         instructions = (*lines[rank], Update())
-        programs[rank] = RankProgram(rank, rows, plan.micro_batches, stage, replica, instructions)
+        programs[rank] = RankProgram(
+            rank, rows, plan.micro_batches, stage, place // width, instructions, place % width, width
+        )
     return programs
 
 
-def plan_buckets(wiring: Wiring, devices: tuple[tuple[int, ...], ...], bucket_bytes: int) -> tuple[AllReduce, ...]:
+def plan_buckets(
+    wiring: Wiring, devices: tuple[tuple[int, ...], ...], bucket_bytes: int, widths: tuple[int, ...] | None = None
+) -> tuple[AllReduce, ...]:
     """Return the gradient all-reduces of a step, in the one order that all ranks keep.
 
-    A parameter is reduced over all ranks of all stages that read it, once. What is
+    A parameter is reduced over its groups (see `reduce_groups`), once. What is
     complete first comes first: late stages before early ones, and within a stage
     the parameters that the backward reaches first. Buckets hold one dtype.
     """
-    groups: dict[tuple[tuple[int, ...], str], list[Parameter]] = {}
+    groups: dict[tuple[tuple[int, ...], str, bool], list[Parameter]] = {}
     for parameter in reversed(wiring.parameters):
-        if is_reduced(parameter, wiring, devices):
-            groups.setdefault((parameter.stages, parameter.dtype), []).append(parameter)
+        if has_gradient(parameter, wiring):
+            groups.setdefault((parameter.stages, parameter.dtype, parameter.partial), []).append(parameter)
     buckets = []
-    for stages, dtype in sorted(groups, key=lambda key: (-min(key[0]), key)):
-        ranks = reduce_group(stages, devices)
-        buckets += [AllReduce(names, ranks) for names in _fill_buckets(groups[stages, dtype], bucket_bytes)]
+    for key in sorted(groups, key=lambda key: (-min(key[0]), key)):
+        for ranks in reduce_groups(groups[key][0], devices, widths):
+            buckets += [AllReduce(names, ranks) for names in _fill_buckets(groups[key], bucket_bytes)]
     return tuple(buckets)
+
+
+def reduce_groups(
+    parameter: Parameter, devices: tuple[tuple[int, ...], ...], widths: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks that add up their gradients of a parameter; a rank alone makes no group.
+
+    Usually that is one group: all ranks of all stages that read it. In a stage wider than one rank,
+    ranks with the same number in their replicas hold the same share, or the same gradient, and add
+    those up; only gradients that are partial sums within a replica are added over all ranks.
+    Raises PlanError for a parameter of several stages, one of them wide, that is not of the last kind.
+    """
+    wide = [s for s in parameter.stages if widths is not None and widths[s] > 1]
+    if not wide or parameter.partial:
+        found: tuple[tuple[int, ...], ...] = (reduce_group(parameter.stages, devices),)
+    elif len(parameter.stages) > 1:
+        raise PlanError(
+            f"parameter {parameter.name!r} is read in stages {list(parameter.stages)}, of which stage {wide[0]} is wider "
+            f"than one rank, so its gradients there must be partial sums"
+        )
+    else:
+        assert widths is not None
+        ranks, width = devices[wide[0]], widths[wide[0]]
+        found = tuple(tuple(sorted(ranks[j::width])) for j in range(width))
+    return tuple(group for group in found if len(group) > 1)
+
+
+def has_gradient(parameter: Parameter, wiring: Wiring) -> bool:
+    """Say whether any rank computes a gradient of the parameter."""
+    return parameter.trainable and any(wiring.backward[stage] for stage in parameter.stages)
 
 
 def is_reduced(parameter: Parameter, wiring: Wiring, devices: tuple[tuple[int, ...], ...]) -> bool:
     """Say whether the parameter gets a gradient that several ranks must add up."""
-    has_gradient = parameter.trainable and any(wiring.backward[stage] for stage in parameter.stages)
-    return has_gradient and len(reduce_group(parameter.stages, devices)) > 1
+    return has_gradient(parameter, wiring) and len(reduce_group(parameter.stages, devices)) > 1
 
 
 def reduce_group(stages: Iterable[int], devices: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -126,9 +161,6 @@ def _check(
         raise PlanError(
             f"the loss needs all forwards before any backward, but the schedule is {plan.schedule!r}; use 'gpipe'"
         )
-    for index, stage in enumerate(plan.stages):
-        if stage.tensor != 1:
-            raise PlanError(f"stage {index} has tensor width {stage.tensor}, but only width 1 can be lowered")
     used = sorted(device for stage in plan.stages for device in stage.devices)
     if ranks is not None and used[-1] >= ranks:
         raise PlanError(f"the plan uses device {used[-1]} but there are {ranks} ranks, counted from 0")
@@ -160,8 +192,9 @@ def _write_work(
             for cell in cells[stage][k]:
                 lines[cell.rank] += (Load(stage, k, cell.start, cell.stop), Forward(stage, k))
             for route in leaving.get((stage, k), ()):
-                lines[route.target.rank].append(route.recv())
-                lines[route.source.rank].append(route.send())
+                if route.forward:
+                    lines[route.target.rank].append(route.recv())
+                    lines[route.source.rank].append(route.send())
             if join is not None and stage == last and k == len(cells[last]) - 1:
                 for rank in join.ranks:
                     lines[rank].append(join)

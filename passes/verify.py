@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.errors import (
@@ -28,12 +29,23 @@ from efftra_fx.errors import (
 )
 from efftra_fx.memory import Memory, track_memory
 from efftra_fx.plan import Plan
-from efftra_fx.program import AllReduce, Instruction, Join, RankProgram, ReduceLoss, Wiring
+from efftra_fx.program import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Join,
+    RankProgram,
+    ReduceLoss,
+    Wiring,
+)
 
 from .deadlock import SEMANTICS, describe_deadlock, find_deadlock
 from .expected import expect, place
-from .lower import is_reduced, reduce_group
-from .routes import Devices
+from .lower import has_gradient, reduce_groups
+from .routes import Devices, Widths
 from .verify_messages import verify_messages
 from .verify_rank import verify_rank
 
@@ -108,9 +120,10 @@ def verify_programs(
     expected = expect(programs, wiring, plan)
     verify_messages(programs, expected)
     for rank in expected.ranks:
-        reductions = _reductions(rank, wiring, expected.devices)
+        reductions = _reductions(rank, wiring, expected.devices, expected.widths)
         verify_rank(programs[rank], wiring, expected, reductions)
     _verify_collectives(programs, wiring)
+    _verify_tensor_groups(programs, expected.devices, expected.widths)
     for semantics in SEMANTICS:
         stuck = find_deadlock(programs, semantics)
         if stuck:
@@ -124,14 +137,38 @@ def _check_stage(what: str, stage: int, wiring: Wiring) -> None:
         raise WiringError(f"{what} names stage {stage}, but there are {wiring.stages}, counted from 0")
 
 
-def _reductions(rank: int, wiring: Wiring, devices: Devices) -> dict[str, tuple[int, ...]]:
+def _reductions(rank: int, wiring: Wiring, devices: Devices, widths: Widths) -> dict[str, tuple[int, ...]]:
     """Return the group of each parameter that the rank must reduce."""
-    groups = {
-        parameter.name: reduce_group(parameter.stages, devices)
+    return {
+        parameter.name: group
         for parameter in wiring.parameters
-        if is_reduced(parameter, wiring, devices)
+        if has_gradient(parameter, wiring)
+        for group in reduce_groups(parameter, devices, widths)
+        if rank in group
     }
-    return {name: group for name, group in groups.items() if rank in group}
+
+
+def _verify_tensor_groups(programs: Mapping[int, RankProgram], devices: Devices, widths: Widths) -> None:
+    """Check that the ranks of a tensor group compute the same things in the same order: they meet in each."""
+    for ranks, width in zip(devices, widths, strict=True):
+        for start in range(0, len(ranks) if width > 1 else 0, width):
+            lines = {rank: _computations(programs[rank]) for rank in ranks[start : start + width]}
+            first = ranks[start]
+            for rank, line in lines.items():
+                for (here, mine), (there, other) in zip_longest(lines[first], line, fillvalue=(-1, None)):
+                    if mine != other:
+                        words = [
+                            place(one, at, work) if work is not None else f"the end of rank {one}"
+                            for one, at, work in ((first, here, mine), (rank, there, other))
+                        ]
+                        raise ReduceOrderError(
+                            f"{words[0]} meets {words[1]}: ranks of a tensor group must compute the same in the same order"
+                        )
+
+
+def _computations(program: RankProgram) -> list[tuple[int, Instruction | None]]:
+    kinds = Forward | Backward | BackwardInput | BackwardWeight
+    return [(i, one) for i, one in enumerate(program.instructions) if isinstance(one, kinds)]
 
 
 def _verify_collectives(programs: Mapping[int, RankProgram], wiring: Wiring) -> None:

@@ -186,12 +186,6 @@ REFUSED: list[tuple[Callable[[Case], object], str]] = [
     (lambda case: lower(case.plan, case.wiring, 8, ranks=1), "uses device 1 but there are 1 ranks"),
     (lambda case: lower(case.plan, case.wiring, 8, times=((1.0, 1.0),)), "each of 2 stages, got 1"),
     (lambda case: lower(case.plan, replace(case.wiring, joined=True), 8), "schedule is '1f1b'; use 'gpipe'"),
-    (
-        lambda case: lower(
-            replace(case.plan, stages=(Stage(0, 1, (0, 1), tensor=2), Stage(1, 2, (2,)))), case.wiring, 8
-        ),
-        "stage 0 has tensor width 2",
-    ),
 ]
 
 
