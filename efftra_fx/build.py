@@ -118,10 +118,12 @@ def place(
     world: World | None,
     report: Report,
     known: dict[Any, StageFunctions] | None = None,
+    base: Built | None = None,
 ) -> Built:
     """Give each rank of this process its stage's code and tensors; without ranks only the plan is kept.
 
     `known` has code of stages of the same captured step: what is equal is used again, what is new is added.
+    With `base`, parameters and buffers are those that it holds.
     """
     begin = time.perf_counter()
     values = {v.name: v for v in back.wiring.values}
@@ -136,6 +138,8 @@ def place(
     for transport in world.transports:
         rank = transport.rank
         held = _held(front, back, places.get(rank), transport)
+        if base is not None:
+            held = Tensors(base.tensors[rank].parameters, base.tensors[rank].buffers, held.constants)
         built.tensors[rank] = held
         built.tails[rank] = TailFunction(front.tail, held.buffers, constant_stage, transport.device)
         built.works[rank] = _work(front, back, places[rank], codes[places[rank]]) if rank in places else None

@@ -205,7 +205,7 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         ("role", "outputs"),
         lambda name, graph, _: report.graph(name, graph),
     )
-    notes, counters, pairwise = _notes(gm), _counters(gm), _pairwise(gm)
+    notes, counters, pairwise = (*_notes(gm), *_opaque_notes(captured)), _counters(gm), _pairwise(gm)
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -230,6 +230,10 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         counters,
         pairwise,
     )
+
+
+def _opaque_notes(captured: Captured) -> tuple[str, ...]:
+    return tuple(f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque)
 
 
 def _notes(gm: fx.GraphModule) -> tuple[str, ...]:

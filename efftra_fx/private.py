@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -29,17 +29,18 @@ def below_autograd() -> AbstractContextManager[None]:
     Unlike inference mode it makes normal tensors: gradients computed under it can be
     handed to an optimizer. It holds for the calling thread only.
     """
-    return torch._C._ExcludeDispatchKeyGuard(_autograd_keys())  # type: ignore[no-any-return]
+    return torch._C._ExcludeDispatchKeyGuard(_autograd_keys())
 
 
 def boxed(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return the boxed call of one overload without the Python layer around it."""
-    return cast(Callable[..., Any], overload._op)
+    return overload._op
 
 
 def unboxed(name: str) -> tuple[Callable[..., Any], ...]:
     """Return torch's own unboxed bindings of that name; which overload one takes is its own choice."""
-    places = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft)
+    names = ("_VariableFunctions", "_nn", "_linalg", "_special", "_fft")
+    places = [getattr(torch._C, place) for place in names if hasattr(torch._C, place)]
     return tuple(getattr(place, name) for place in places if hasattr(place, name))
 
 
@@ -49,9 +50,12 @@ def is_plain_method(name: str) -> bool:
     return bound is not None and callable(bound) and getattr(torch.Tensor, name) is bound
 
 
-def is_composite(overload: torch._ops.OpOverload) -> bool:
-    """Tell whether torch implements the operator for all devices by calling other operators."""
-    return bool(overload._can_decompose())
+def is_composite(overload: torch._ops.OpOverload, device: str) -> bool:
+    """Tell whether torch runs the operator by calling others, and has no kernel of its own for that kind of device."""
+    if not overload._can_decompose():
+        return False
+    key = torch._C._dispatch_key_for_device(device)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
 
 
 def sequence_number() -> int:

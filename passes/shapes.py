@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from efftra_fx.capture_opaque import is_opaque
 from efftra_fx.meta import SPEC, Spec
 
 from .insert import expression
@@ -85,7 +86,7 @@ def is_heavy(node: fx.Node) -> bool:
     """Say whether a node multiplies matrices or reads a table of weights."""
     if node.op != "call_function":
         return False
-    return node.target in _HEAVY
+    return node.target in _HEAVY or is_opaque(node.target)
 
 
 def _inner(node: fx.Node) -> sympy.Expr:

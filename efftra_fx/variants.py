@@ -1,0 +1,182 @@
+"""Batches of another form than the step was compiled for: other lengths, flags, masks, ways through a branch.
+
+Each form gets a captured step of its own, laid out by the same plan over the same tensors, and
+is kept. What the optimizer holds does not change. A batch that no capture can help (a wrong
+dtype, unequal rows) is refused, and so is a form whose parameters would lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from efftra_fx.build import Built, place
+from efftra_fx.compiler import Front, Options, Report, back_end, check_inputs, front_end
+from efftra_fx.errors import EfftraError, InputError, PlanError
+from efftra_fx.meta import BLOCK, ROLE
+from efftra_fx.passes.blocks import block_names, chain_nodes
+from efftra_fx.plan import Plan
+from efftra_fx.signature import Call, describe
+from efftra_fx.world import World
+
+MOST_VARIANTS = 32
+_MOST_ANSWERS = 8
+
+
+def choose(variants: Sequence[Built], call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> int:
+    """Return which variant a batch is for; raises NotCaptured where it is a new form, InputError where it is wrong."""
+    refuse_wrong(variants[0].front, call, tensors)
+    reason, branches = "", 0
+    for index, built in enumerate(variants):
+        try:
+            check_inputs(built.front, call, tensors)
+        except InputError as error:
+            reason = reason or str(error)
+            continue
+        line = broken_guard(built.front, call, tensors, buffers)
+        if line is None:
+            return index
+        reason, branches = f"the step was captured for another answer at {line}", branches + 1
+    if branches >= _MOST_ANSWERS:
+        raise InputError(
+            f"{reason}, and {branches} answers were captured already; a value that changes from batch to batch "
+            "cannot decide the way through the model: use tensor operations in place of the number"
+        )
+    raise NotCaptured(reason)
+
+
+class NotCaptured(InputError):
+    """Raise for a batch of a form that no captured step fits; capturing it may help."""
+
+
+def broken_guard(front: Front, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> str | None:
+    """Return the branch that this batch takes otherwise than the captured one, or None."""
+    guards = front.captured.guards
+    if guards is None:
+        return None
+    return guards.broken(dict(zip(call.tensor_names, tensors, strict=True)), buffers)
+
+
+def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for a batch that differs in what is never captured again: dtypes, dimensions, rows, target."""
+    if front.captured.call.has_target != call.has_target:
+        check_inputs(front, call, tensors)
+    rows: int | None = None
+    origin = ""
+    for name, tensor in zip(call.tensor_names, tensors, strict=True):
+        example = front.examples.get(name)
+        if example is None:
+            continue
+        dim = front.dims[name]
+        if tensor.dtype != example.dtype or tensor.ndim != example.ndim:
+            sizes = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
+            shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
+            raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+        if dim is None:
+            continue
+        if rows is None:
+            rows, origin = tensor.shape[dim], name
+        if tensor.shape[dim] != rows:
+            raise InputError(
+                f"argument '{name}' has {tensor.shape[dim]} rows but '{origin}' has {rows}; give the same batch to both"
+            )
+    if rows == 0:
+        raise InputError(f"argument '{origin}' has 0 rows, expected at least 1")
+
+
+def capture_again(
+    model: nn.Module, base: Built, call: Call, tensors: Sequence[Tensor], options: Options, reason: str
+) -> Front:
+    """Capture the step for a new form of batch; raises InputError that says what differs and why it cannot be had."""
+    known = {name: dim for name, dim in base.front.dims.items() if name in call.tensor_names}
+    try:
+        return front_end(model, call, tensors, replace(options, batch_dims={**known, **options.batch_dims}), Report())
+    except EfftraError as error:
+        raise InputError(f"{reason}; the step was captured again for this batch, but {error}") from error
+
+
+def lay_out(base: Built, front: Front, world: World) -> Built:
+    """Return the new form laid out like `base`, on the same tensors.
+
+    Raises InputError where its parameters would be used by other stages than those that hold them.
+    """
+    plan = base.back.plan
+    if not front.tail.linear and plan.schedule != "gpipe":
+        plan = replace(plan, schedule="gpipe", in_flight=1)
+    owners = {p.name: p.stages for p in base.back.wiring.parameters}
+    try:
+        back = back_end(front, _same_cuts(front, plan, owners), Report())
+    except PlanError as error:
+        raise InputError(f"this form of batch does not fit the plan: {error}; compile for it instead") from error
+    for parameter in back.wiring.parameters:
+        held = owners.get(parameter.name)
+        if held != parameter.stages:
+            raise InputError(
+                f"this form of batch uses '{parameter.name}' in stages {list(parameter.stages)}, but stages "
+                f"{list(held or ())} hold it; give a batch of this form to compile, or compile for it apart"
+            )
+    return place(front, back, base.chain, base.planned, world, Report(), base=base)
+
+
+def _same_cuts(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]]) -> Plan:
+    """Return the plan with its cuts moved to the blocks of this form that hold the same parameters."""
+    count = len(block_names(front.gm))
+    places = _stages_of_blocks(front, owners, count, len(plan.stages))
+    if count == plan.blocks and all(
+        s.first_block <= b < s.stop_block for b, p in enumerate(places) for s in (plan.stages[p],)
+    ):
+        return plan
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        mine = [b for b, p in enumerate(places) if p == index]
+        if not mine:
+            raise PlanError(f"stage {index} would have nothing to do")
+        stages.append(replace(stage, first_block=mine[0], stop_block=mine[-1] + 1, names=()))
+    return replace(plan, stages=tuple(stages))
+
+
+def _stages_of_blocks(front: Front, owners: Mapping[str, tuple[int, ...]], blocks: int, stages: int) -> list[int]:
+    allowed: list[set[int]] = [set(range(stages)) for _ in range(blocks)]
+    for node in chain_nodes(front.gm):
+        for operand in node.all_input_nodes:
+            if operand.op == "placeholder" and ROLE[operand].kind == "parameter":
+                allowed[BLOCK[node]] &= set(owners.get(ROLE[operand].name, range(stages)))
+    places: list[int] = []
+    current = 0
+    for block, options in enumerate(allowed):
+        later = [s for s in sorted(options) if s >= current]
+        if not later:
+            raise PlanError(f"block {block} needs parameters of an earlier stage than the block before it")
+        current = later[0]
+        places.append(current)
+    return places
+
+
+def describe_batch(call: Call, tensors: Sequence[Tensor]) -> str:
+    """Return names, types and constants of a batch as text: equal on ranks that were given the same form."""
+    leaves = iter(tensors)
+    parts = [f"{leaf.name} {describe(next(leaves)) if leaf.tensor else repr(leaf.constant)}" for leaf in call.leaves]
+    return ", ".join(parts)
+
+
+def agree_on_batch(world: World, problem: EfftraError | None, step: int, batch: str, form: int) -> None:
+    """Raise on every rank where any rank has a problem, or was given a batch of another form; a collective call."""
+    mark = int.from_bytes(hashlib.sha256(f"{batch} {form}".encode()).digest()[:4], "big") if problem is None else 0
+    try:
+        world.agree(problem, (step << 32) + mark)
+    except InputError as error:
+        if problem is not None or "is at step" not in str(error):
+            raise
+        everyone = world.gather(batch)
+        other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
+        if other is None:
+            raise
+        raise InputError(
+            f"the ranks were given different batches: rank 0 has {everyone[0]}, rank {other} has {everyone[other]}; "
+            "give the whole global batch to every rank alike"
+        ) from None
+    if problem is not None:
+        raise problem
