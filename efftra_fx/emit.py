@@ -20,6 +20,7 @@ from torch import fx
 from efftra_fx import private
 from efftra_fx.errors import EmitError
 from efftra_fx.operators import Spelling, spell
+from efftra_fx.reuse import find_reuse
 from efftra_fx.sums import Sums, find_sums
 
 _FILES = itertools.count()
@@ -80,6 +81,7 @@ class _Writer:
         self.name = name
         self.sums = sums
         self.adds = adds
+        self.reuse = find_reuse(gm.graph)
         self.names: dict[str, Any] = {}
         self.constants: dict[int, str] = {}
         self.taken = {node.name for node in gm.graph.nodes} | {name, *sums.buffers}
@@ -151,6 +153,10 @@ class _Writer:
 
     def call(self, node: fx.Node) -> str:
         """Return the expression that calls a node's function."""
+        if (over := self.reuse.get(node)) is not None:
+            first, *rest = (self.text(node.args[index]) for index in _first(over.operand, len(node.args)))
+            rest += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
+            return f"{first}.{over.method}({', '.join(rest)})"
         spelling = Spelling(cast(Callable[..., Any], node.target))
         if isinstance(node.target, torch._ops.OpOverload):
             spelling = _spell(node)
@@ -256,6 +262,11 @@ def _items(node: fx.Node) -> list[fx.Node | None] | None:
             return None
         items[user.args[1]] = user
     return items
+
+
+def _first(index: int, length: int) -> list[int]:
+    """Return the indices below `length`, with `index` put first."""
+    return [index, *(other for other in range(length) if other != index)]
 
 
 def _delete(values: Sequence[fx.Node]) -> list[str]:
