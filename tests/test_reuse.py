@@ -1,0 +1,113 @@
+"""Operators write over an operand only when nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from efftra_fx.emit import emit
+from efftra_fx.reuse import InPlace, find_reuse
+
+aten = torch.ops.aten
+
+
+def graph_of(build: Callable[[fx.Graph, fx.Node, fx.Node], Any]) -> fx.GraphModule:
+    """Return a graph over two 4 × 4 matrices, with values on its nodes."""
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("x"), graph.placeholder("y")))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = torch.empty(4, 4)
+        elif node.op == "call_function":
+            args = tree_map(lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, node.args)
+            node.meta["val"] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def product(graph: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+    return graph.call_function(aten.mm.default, (x, y), name="product")
+
+
+def reused(build: Callable[[fx.Graph, fx.Node, fx.Node], Any]) -> dict[str, InPlace]:
+    """Return what is reused, having seen that the function still computes its graph and leaves its inputs alone."""
+    gm = graph_of(build)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    wanted = gm(x, y)
+    before = x.clone(), y.clone()
+    for one, other in zip(emit(gm)(x, y), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+    return {node.name: choice for node, choice in find_reuse(gm.graph).items()}
+
+
+def test_a_value_that_is_used_no_more_is_written_over() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+        total = graph.call_function(aten.add.Tensor, (x, product(graph, x, y)), name="total")
+        return (graph.call_function(aten.relu.default, (total,), name="last"),)
+
+    assert reused(build) == {"total": InPlace(1, "add_"), "last": InPlace(0, "relu_")}
+    assert "last = total.relu_()" in emit(graph_of(build)).source
+
+
+def test_a_view_is_written_over_when_its_memory_is_used_no_more() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+        seen = graph.call_function(aten.view.default, (product(graph, x, y), [4, 4]))
+        return (graph.call_function(aten.sub.Tensor, (seen, x), {"alpha": 2}, name="last"),)
+
+    assert reused(build) == {"last": InPlace(0, "sub_")}
+
+
+def later_use(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    made = product(graph, x, y)
+    total = graph.call_function(aten.mul.Tensor, (made, 2))
+    return (graph.call_function(aten.mm.default, (total, made)),)
+
+
+def later_view(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    made = product(graph, x, y)
+    seen = graph.call_function(aten.t.default, (made,))
+    total = graph.call_function(aten.mul.Tensor, (made, 2))
+    return (total, graph.call_function(aten.mm.default, (total, seen)))
+
+
+def both_operands(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    made = product(graph, x, y)
+    return (graph.call_function(aten.mul.Tensor, (made, graph.call_function(aten.t.default, (made,)))),)
+
+
+def handed_out(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    made = product(graph, x, y)
+    return (made, graph.call_function(aten.tanh.default, (made,)))
+
+
+def input_itself(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    return (graph.call_function(aten.add.Tensor, (graph.call_function(aten.view.default, (x, [4, 4])), y)),)
+
+
+def broadcast(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    row = graph.call_function(aten.sum.dim_IntList, (x, [0], True))
+    return (graph.call_function(aten.sub.Tensor, (row, y)),)
+
+
+def expanded(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    wide = graph.call_function(aten.expand.default, (graph.call_function(aten.sum.dim_IntList, (x, [0], True)), [4, 4]))
+    return (graph.call_function(aten.relu.default, (wide,)),)
+
+
+def unknown(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+    made = product(graph, x, y)
+    other = graph.call_function(aten.positive.default, (made,))
+    passed = graph.call_function(aten.roll.default, (other, [0]))
+    return (graph.call_function(aten.relu.default, (made,)), passed)
+
+
+@pytest.mark.parametrize(
+    "build", [later_use, later_view, both_operands, handed_out, input_itself, broadcast, expanded, unknown]
+)
+def test_nothing_that_somebody_sees_is_written_over(build: Any) -> None:
+    assert reused(build) == {}
