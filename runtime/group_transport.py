@@ -1,7 +1,6 @@
 """Ranks in processes of their own, over torch.distributed.
 
-`GroupTransport` is what every such transport shares: control data over a Gloo group, agreement,
-failure. `GlooTransport` adds messages and sums for tensors in host memory.
+This is what every such transport shares: control data over a Gloo group, agreement, failure.
 
 What Gloo (torch 2.13) does, found by trying it, and what follows:
 
@@ -16,13 +15,10 @@ What Gloo (torch 2.13) does, found by trying it, and what follows:
 
 from __future__ import annotations
 
-import atexit
 import json
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,14 +28,10 @@ from torch import Tensor
 from efftra_fx.errors import EfftraError, RankFailed, TransportError, TransportTimeout
 
 from .lifeline import Lifeline
-from .neighbours import Mailbox, Party, machine_name, meet_all
-from .shared_sum import SharedSum, wanted_party
 from .transport import (
     Data,
     Done,
     Handle,
-    Incoming,
-    Outgoing,
     describe,
     problem_data,
     raise_apart,
@@ -47,10 +39,8 @@ from .transport import (
 )
 
 Group = Any  # torch.distributed.ProcessGroup; its methods used here are not typed in all versions
-UNSENT_LIMIT = 8  # messages to one peer that may be under way before the oldest is waited for
 NEWS_LIMIT_S = 3.0  # how long to wait for the reason of a closed connection
 BREAK_TAG = 2**30
-NOT_SUMMED = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 class GroupHandle:
@@ -242,175 +232,6 @@ class GroupTransport:
             dist.destroy_process_group(group)
         self.own_groups.clear()
         self.groups.clear()
-
-
-class GlooTransport(GroupTransport):
-    """Tensors in host memory: over Gloo between machines, over sockets and shared memory within one."""
-
-    def __init__(self, control: Group, device: torch.device, timeout_s: float, host: str) -> None:
-        self.shared: dict[tuple[int, ...], SharedSum | None] = {}
-        self.mailboxes: dict[int, Mailbox] = {}
-        self.unsent: dict[int, deque[GroupHandle]] = {peer: deque() for peer in range(dist.get_world_size())}
-        super().__init__(control, device, timeout_s, host)
-        self.messages: Group = self.control
-        self.machines: list[str] = self.all_gather_data(self.own_machine()).wait()
-        self.meet_neighbours()
-        self.prepare([self.everyone])
-        atexit.register(self.flush)
-
-    def own_machine(self) -> str:
-        """Name this rank's machine: ranks whose machines have one name talk without Gloo."""
-        return machine_name()
-
-    def meet_neighbours(self) -> None:
-        """Connect to the other ranks of this machine."""
-        names = dict.fromkeys(self.machines)
-        sets = [tuple(rank for rank in self.everyone if self.machines[rank] == name) for name in names]
-        for party in self.meet([(ranks, 1, 0) for ranks in sets if len(ranks) > 1]).values():
-            if party is not None:
-                peers = party.peers(0, self.timeout_s)
-                self.mailboxes = {other: Mailbox(peer, self.rank, other) for other, peer in peers.items()}
-
-    def meet(self, wanted: Sequence[tuple[tuple[int, ...], int, int]]) -> dict[tuple[int, ...], Party | None]:
-        """Make parties; see `meet_all`."""
-        exchange = partial(gather, self.control, finish=self.finish)
-        return meet_all(wanted, self.rank, self.timeout_s, exchange) if wanted else {}
-
-    def prepare(self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]] = ()) -> None:
-        """Create the groups; pairs need nothing."""
-        self.check()
-        known = self.groups.keys() | self.shared.keys()
-        fresh = [ranks for ranks in dict.fromkeys(groups) if len(ranks) > 1 and ranks not in known]
-        close = [ranks for ranks in fresh if len({self.machines[rank] for rank in ranks}) == 1]
-        for ranks, party in self.meet([wanted_party(ranks) for ranks in close]).items():
-            self.shared[ranks] = None if party is None else SharedSum(party, self.timeout_s)
-        for ranks in fresh:
-            if ranks not in self.shared:
-                self.groups[ranks] = self.control if ranks == self.everyone else self.new_group(ranks, "gloo")
-
-    def sum_of_all(self, small: Tensor) -> GroupHandle:
-        """Start a sum of a small tensor over all ranks."""
-        return self.start_sum(small, self.everyone) if self.world_size > 1 else super().sum_of_all(small)
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle[Tensor]:
-        """Start sending."""
-        if self.broken is not None or self.lifeline.failure:
-            self.check()
-        self.check_peer(peer)
-        if tensor.numel() == 0:
-            return Done(tensor)
-        if peer in self.mailboxes:
-            return self.start_send(plain_tensor(tensor), peer, tag)
-        unsent = self.unsent[peer]
-        if len(unsent) >= UNSENT_LIMIT:
-            unsent.popleft().wait("an earlier send")
-        handle = self.start_send(plain_tensor(tensor), peer, tag)
-        unsent.append(handle)
-        return handle
-
-    def start_send(self, plain: Tensor, peer: int, tag: int) -> GroupHandle:
-        """Start sending contiguous host memory."""
-        mailbox = self.mailboxes.get(peer)
-        try:
-            if mailbox is None:
-                return GroupHandle(self, self.messages.send([plain], peer, tag), plain, (peer,))
-            mailbox.send(plain, tag)
-            return GroupHandle(self, mailbox.peer, plain, (peer,))
-        except (RuntimeError, OSError) as error:
-            self.explain(error, f"a send with tag {tag}", f"rank {peer}")
-
-    def recv(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
-    ) -> Handle[Tensor]:
-        """Post a receive."""
-        if self.broken is not None or self.lifeline.failure:
-            self.check()
-        self.check_peer(peer)
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if tensor.numel() == 0:
-            return Done(tensor)
-        return self.start_recv(tensor, peer, tag)
-
-    def start_recv(self, tensor: Tensor, peer: int, tag: int) -> GroupHandle:
-        """Post a receive into contiguous host memory."""
-        mailbox = self.mailboxes.get(peer)
-        try:
-            work = self.messages.recv([tensor], peer, tag) if mailbox is None else mailbox.recv(tensor, tag)
-        except RuntimeError as error:
-            self.explain(error, f"a receive with tag {tag}", f"rank {peer}")
-        return GroupHandle(self, work, tensor, (peer,))
-
-    def exchange(
-        self, sends: Sequence[Outgoing], recvs: Sequence[Incoming]
-    ) -> tuple[list[Handle[Tensor]], list[Handle[Tensor]]]:
-        """Post the receives, then send."""
-        received = [self.recv(*incoming) for incoming in recvs]
-        return [self.send(*outgoing) for outgoing in sends], received
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Handle[Tensor]:
-        """Start a sum."""
-        self.check()
-        if len(ranks) == 1 or tensor.numel() == 0:
-            return Done(tensor)
-        plain = plain_tensor(tensor)
-        handle = self.start_sum(plain, ranks)
-        return in_place(handle, tensor)
-
-    def start_sum(self, plain: Tensor, ranks: tuple[int, ...]) -> GroupHandle:
-        """Start summing contiguous host memory in place."""
-        self.check_prepared(ranks)
-        shared = self.shared.get(ranks)
-        if shared is None and plain.dtype in NOT_SUMMED:
-            raise TransportError(f"gloo cannot sum {plain.dtype}; convert to torch.int32 or a floating dtype")
-        try:
-            work = self.groups[ranks].allreduce([plain]) if shared is None else shared.start(plain)
-        except (RuntimeError, OSError) as error:
-            self.explain(error, "a sum", describe(ranks))
-        return GroupHandle(self, work, plain, ranks)
-
-    def check_prepared(self, ranks: tuple[int, ...]) -> None:
-        """Raise if the group was not prepared."""
-        if self.shared.get(ranks) is None and ranks not in self.groups:
-            raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
-
-    def break_all(self) -> None:
-        """End every wait, here and at the others."""
-        for mailbox in list(self.mailboxes.values()):
-            mailbox.peer.end()
-        for shared in list(self.shared.values()):
-            if shared is not None:
-                shared.end()
-        super().break_all()
-
-    def flush(self) -> None:
-        """Wait until the system has taken all that was sent to ranks of this machine."""
-        if self.broken is None:
-            for mailbox in self.mailboxes.values():
-                mailbox.peer.sent.wait(self.timeout_s)
-            for shared in self.shared.values():
-                if shared is not None:
-                    shared.flush()
-
-    def close(self) -> None:
-        """Give back connections and shared memory, and destroy our own groups."""
-        atexit.unregister(self.flush)
-        self.flush()
-        for mailbox in self.mailboxes.values():
-            mailbox.peer.close()
-        for shared in self.shared.values():
-            if shared is not None:
-                shared.close()
-        self.mailboxes.clear()
-        self.shared.clear()
-        super().close()
-
-    def drain(self, what: str = "end of step") -> None:
-        """Wait for all sends."""
-        for unsent in self.unsent.values():
-            while unsent:
-                unsent.popleft().wait(f"{what} (sending)")
-        for mailbox in self.mailboxes.values():
-            mailbox.peer.own()
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

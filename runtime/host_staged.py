@@ -19,7 +19,8 @@ from torch import Tensor
 
 from efftra_fx.errors import EfftraError
 
-from .group_transport import GlooTransport, Group, GroupHandle, plain_tensor
+from .gloo_transport import GlooTransport
+from .group_transport import Group, GroupHandle, plain_tensor
 from .transport import Done, Handle, describe
 
 cuda: Any = torch.cuda  # not typed throughout

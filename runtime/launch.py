@@ -23,7 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from efftra_fx.cluster import Cluster
 from efftra_fx.errors import LaunchError
 
-from .group_transport import GlooTransport, gather, new_group
+from .gloo_transport import GlooTransport
+from .group_transport import gather, new_group
 from .host_staged import HostStagedTransport
 from .lifeline import own_host
 from .links import Measured, describe_cluster, machines_of, measure

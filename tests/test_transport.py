@@ -566,7 +566,7 @@ def spawn_and_hang() -> None:
 
 
 def test_the_time_limit_kills_ranks_and_their_children() -> None:
-    outcomes = outcomes_of(spawn_and_hang, 2, limit_s=5.0)
+    outcomes = outcomes_of(spawn_and_hang, 2, limit_s=3.0)
     assert [outcome.status for outcome in outcomes] == [-signal.SIGKILL] * 2
     for outcome in outcomes:
         assert ended(int(outcome.output.split()[1])), outcome

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from efftra_fx.errors import BatchError, InputError, TransportError
 from efftra_fx.runtime import launch
-from efftra_fx.runtime.group_transport import GlooTransport, new_group
+from efftra_fx.runtime.gloo_transport import GlooTransport
+from efftra_fx.runtime.group_transport import new_group
 from efftra_fx.runtime.host_staged import HostStagedTransport
 from efftra_fx.runtime.nccl_transport import NcclTransport
 from efftra_fx.runtime.transport import Handle, Incoming, Outgoing, Transport, result_of
