@@ -20,7 +20,14 @@ from torch import Tensor, fx
 
 from efftra_fx.collectives import TENSOR_SUM
 from efftra_fx.emit import Emitted, emit
-from efftra_fx.operators import is_view
+
+aten = torch.ops.aten
+
+# Operators that certainly make memory of their own.
+_MAKERS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.add.Tensor, aten.mul.Tensor}
+    | {aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.sum.dim_IntList}
+)
 
 Meeting = Generator[tuple[bool, Any], Any, Any]
 
@@ -238,9 +245,7 @@ def _function(
 
 def _is_fresh(operand: Any, reader: fx.Node) -> bool:
     """Say whether a sum may be done in the operand's own memory: nobody else sees it."""
-    if operand.op != "call_function" or list(operand.users) != [reader]:
-        return False
-    return isinstance(operand.target, torch._ops.OpOverload) and not is_view(operand.target)
+    return operand.op == "call_function" and list(operand.users) == [reader] and operand.target in _MAKERS
 
 
 def run_together(meetings: Sequence[Meeting]) -> list[Any]:

@@ -40,6 +40,7 @@ from efftra_fx.program import (
 )
 from efftra_fx.program_text import print_instruction
 
+from .meetings import meet
 from .parts import Pieces, assemble, gather_parts, rows_of
 from .transport import Handle, Incoming, Outgoing, Transport, result_of
 from .weights import Gradients, StepGradients, Sums
@@ -95,6 +96,7 @@ class StageWork:
     random: bool
     once: frozenset[str] = frozenset()  # buffers written once a step, from their value at its start
     group: tuple[int, ...] = ()  # the stage's ranks, which agree on buffers at the end of a step
+    together: tuple[int, ...] = ()  # the replica's ranks, where it is wider than one: the code's calls are meetings
 
 
 @dataclass
@@ -319,7 +321,7 @@ class Executor:
         share = (stop - first) / self.program.rows
         salt = (self.program.stage or 0, micro_batch, self.program.replica)
 
-        def act(step: _Step) -> None:
+        def collect(step: _Step) -> list[Any]:
             inputs = step.operands.pop(micro_batch)
             operands: list[Any] = []
             for role in work.roles:
@@ -335,12 +337,25 @@ class Executor:
                 else:
                     pieces = step.arrived.pop((role.name, micro_batch, False), [])
                     operands.append(assemble(pieces, self.values[role.name], first, stop, self.device))
+            return operands
+
+        def together(step: _Step) -> Waiting:
+            meeting: Any = code.forward(collect(step))
+            seed = _mix(step.seed, *salt) if work.random else None
+            outputs, saved = yield from meet(meeting, self.transport, work.together, f"forward m{micro_batch}", seed)
+            finish(step, outputs, saved)
+
+        def act(step: _Step) -> None:
+            operands = collect(step)
             if work.random:
                 with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                     torch.manual_seed(_mix(step.seed, *salt))
                     outputs, saved = code.forward(operands)
             else:
                 outputs, saved = code.forward(operands)
+            finish(step, outputs, saved)
+
+        def finish(step: _Step, outputs: Sequence[Any], saved: Any) -> None:
             if differentiate:
                 step.saved[micro_batch] = saved
             for name, output in zip(work.sends, outputs, strict=False):
@@ -350,10 +365,15 @@ class Executor:
             for name, output in zip(work.buffers, outputs[count + len(bounds) :], strict=True):
                 step.buffers[name] = output
 
-        return act
+        return together if work.together else act
 
     def _bound(self, step: _Step, bound: BoundaryPart, output: Tensor, rows: tuple[int, int], share: float) -> None:
-        """Count a part's boundary value: towards the loss where that is linear, kept for the join otherwise."""
+        """Count a part's boundary value: towards the loss where that is linear, kept for the join otherwise.
+
+        The ranks of a tensor group all have it; the first counts it.
+        """
+        if self.program.tensor:
+            return
         if self.tail is None or not self.tail.linear:
             step.parts.setdefault(bound.name, []).append((*rows, output))
             return
@@ -395,9 +415,18 @@ class Executor:
         return gradients
 
     def _backward(self, micro_batch: int, last: bool) -> Action:
-        assert self.work is not None
+        work = self.work
+        assert work is not None
         first, stop = self.cells[micro_batch]
-        code, defer = self.work.code(stop - first), self.several
+        code, defer = work.code(stop - first), self.several
+
+        def together(step: _Step) -> Waiting:
+            gradients = self._output_gradients(step, micro_batch)
+            sums = step.gradients.open(code)
+            meeting: Any = code.backward(step.saved.pop(micro_batch), gradients, sums, False)
+            values = yield from meet(meeting, self.transport, work.together, f"backward m{micro_batch}")
+            self._give_values(step, micro_batch, values)
+            step.gradients.close(last)
 
         def act(step: _Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
@@ -406,31 +435,45 @@ class Executor:
             self._give_values(step, micro_batch, values)
             step.gradients.close(last)
 
-        return act
+        return together if work.together else act
 
     def _backward_input(self, micro_batch: int) -> Action:
-        assert self.work is not None
+        work = self.work
+        assert work is not None
         first, stop = self.cells[micro_batch]
-        code = self.work.code(stop - first)
+        code = work.code(stop - first)
+
+        def together(step: _Step) -> Waiting:
+            meeting: Any = code.backward_input(step.saved.pop(micro_batch), self._output_gradients(step, micro_batch))
+            what = f"backward_input m{micro_batch}"
+            values, step.kept[micro_batch] = yield from meet(meeting, self.transport, work.together, what)
+            self._give_values(step, micro_batch, values)
 
         def act(step: _Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
             values, step.kept[micro_batch] = code.backward_input(step.saved.pop(micro_batch), gradients)
             self._give_values(step, micro_batch, values)
 
-        return act
+        return together if work.together else act
 
     def _backward_weight(self, micro_batches: tuple[int, ...], last: bool) -> Action:
-        assert self.work is not None
-        codes = [self.work.code(self.cells[m][1] - self.cells[m][0]) for m in micro_batches]
+        work = self.work
+        assert work is not None
+        codes = [work.code(self.cells[m][1] - self.cells[m][0]) for m in micro_batches]
         defer = self.several
+
+        def together(step: _Step) -> Waiting:
+            for micro_batch, code in zip(micro_batches, codes, strict=True):
+                meeting: Any = code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), False)
+                yield from meet(meeting, self.transport, work.together, f"backward_weight m{micro_batch}")
+            step.gradients.close(last)
 
         def act(step: _Step) -> None:
             for micro_batch, code in zip(micro_batches, codes, strict=True):
                 code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), defer)
             step.gradients.close(last)
 
-        return act
+        return together if work.together else act
 
     def _give_values(self, step: _Step, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         assert self.work is not None
@@ -463,7 +506,7 @@ class Executor:
     def _reduce_loss(self, reduce: ReduceLoss) -> Action:
         transport = self.transport
         dtype = self.shapes[""][1]
-        adds_constant = self.program.replica == 0 and self.tail is not None
+        adds_constant = self.program.replica == self.program.tensor == 0 and self.tail is not None
         adds_constant = adds_constant and self.program.stage == self.tail.constant_stage  # type: ignore[union-attr]
 
         def act(step: _Step) -> None:
