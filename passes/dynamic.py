@@ -155,11 +155,11 @@ class Program:
             replicas = np.full(shape, count // way.tensor * layout.copies)
             rows = pricer.part_rows(replicas)
             batch = Batch(np.concatenate([low, high], axis=1), counts, ways, np.zeros(len(low), dtype=np.int64))
-            forward, backward, parameters, gradients, saved, working = pricer.computing(
+            forward, backward, parameters, gradients, saved, working, slowest = pricer.computing(
                 batch, low, high, starts, stops, rows, np.zeros(shape, dtype=bool), width
             )
             spans = (replicas > 1) & layout.spans(starts, counts)
-            takes, extra = pricer.reducing(batch, low, high, starts, stops, rows, replicas, gradients, backward, spans)
+            takes, extra = pricer.reducing(ways, low, high, starts, stops, rows, replicas, gradients, slowest, spans)
             edges = (table.cut_bytes[low] + table.cut_bytes[high]) * rows
             held = parameters + (1 + table.rules.optimizer_bytes_per_parameter_byte) * gradients
             held = held + rows * working + 2 * edges

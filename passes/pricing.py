@@ -74,7 +74,7 @@ class Pricer:
         self.micro_batches = micro_batches
         self.micro_rows = share(rows, micro_batches, self.whole)
         self.breaks: dict[int, Ints] = {}
-        self.tails: dict[tuple[int, int, int, bool], RangeMax] = {}
+        self.tails: dict[tuple[int, int, float, float], RangeMax] = {}
 
     def part_rows(self, replicas: Ints) -> Floats:
         """Rows of the largest part of a micro-batch."""
@@ -92,11 +92,11 @@ class Pricer:
         width = table.widths[batch.ways]
         replicas = np.where(empty, 1, batch.counts // width * layout.copies)
         rows = np.where(empty, 0.0, self.part_rows(replicas))
-        forward, backward, parameters, gradients, saved, working = self.computing(
+        forward, backward, parameters, gradients, saved, working, slowest = self.computing(
             batch, low, high, first, stop, rows, empty, width
         )
         spans = ~empty & (replicas > 1) & layout.spans(np.minimum(first, layout.size - 1), np.maximum(batch.counts, 1))
-        reduce, extra = self.reducing(batch, low, high, first, stop, rows, replicas, gradients, backward, spans)
+        reduce, extra = self.reducing(batch.ways, low, high, first, stop, rows, replicas, gradients, slowest, spans)
         there, back, coming, going = self.moving(batch, first, stop, rows, width)
         optimizer = table.rules.optimizer_bytes_per_parameter_byte
         recompute = table.recompute[batch.ways]
@@ -119,12 +119,13 @@ class Pricer:
         rows: Floats,
         empty: NDArray[np.bool_],
         width: Ints,
-    ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
+    ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats, Ints]:
         """Seconds and bytes of the stages, at the slowest class of device; IMPOSSIBLE where an option is missing."""
         table, layout = self.table, self.layout
         shape = low.shape
         forward, backward = np.zeros(shape), np.zeros(shape)
         parameters, gradients, saved, working = (np.zeros(shape) for _ in range(4))
+        slowest = np.zeros(shape, dtype=np.int64)
         w = batch.ways
         for c in range(len(table.classes)):
             present = ~empty if layout.uniform else layout.class_counts[c][stop] > layout.class_counts[c][first]
@@ -141,6 +142,7 @@ class Pricer:
             ahead, behind = np.where(absent, IMPOSSIBLE, ahead), np.where(absent, IMPOSSIBLE, behind)
             slower = present & (ahead + behind >= forward + backward)
             forward, backward = np.where(slower, ahead, forward), np.where(slower, behind, backward)
+            slowest = np.where(slower, c, slowest)
             held = table.parameters[w, c, high] - table.parameters[w, c, low]
             parameters = np.where(present, np.maximum(parameters, held), parameters)
             own = table.gradients[w, c, high] - table.gradients[w, c, low]
@@ -149,7 +151,7 @@ class Pricer:
             saved = np.where(present, np.maximum(saved, kept), saved)
             used = table.working[w, c, high] - table.working[w, c, low]
             working = np.where(present, np.maximum(working, used), working)
-        return forward, backward, parameters, gradients, saved, working
+        return forward, backward, parameters, gradients, saved, working, slowest
 
     def collectives(
         self, w: Ints, c: int, low: Ints, high: Ints, first: Ints, stop: Ints, rows: Floats, width: Ints
@@ -187,7 +189,7 @@ class Pricer:
 
     def reducing(
         self,
-        batch: Batch,
+        ways: Ints,
         low: Ints,
         high: Ints,
         first: Ints,
@@ -195,7 +197,7 @@ class Pricer:
         rows: Floats,
         replicas: Ints,
         gradients: Floats,
-        backward: Floats,
+        slowest: Ints,
         spans: NDArray[np.bool_],
     ) -> tuple[Floats, Floats]:
         """Seconds of each stage's all-reduce, and how many of them are left when its last backward ends."""
@@ -208,84 +210,37 @@ class Pricer:
         rate = around / replicas * second
         late = np.where((replicas > 1) & (gradients > 0), around * latency, 0.0)
         takes = rate * gradients + late
-        if not self.table.rules.overlap:
-            return takes, takes
-        extra = np.zeros(low.shape)
         reducing = takes > 0
-        if layout.uniform and reducing.any():
-            keys = np.stack([batch.ways, batch.counts, spans.astype(np.int64)], axis=-1)[reducing]
-            codes = (keys[:, 0] * (layout.size + 1) + keys[:, 1]) * 2 + keys[:, 2]
-            i, j = low[reducing], high[reducing]
-            r, part = rate[reducing], rows[reducing]
-            found = np.zeros(len(codes))
-            for code in np.unique(codes):
-                hit = codes == code
-                tail = self.tail(int(code), float(r[hit][0]), float(part[hit][0]))
-                found[hit] = tail.of(i[hit], j[hit])
-                w = int(keys[hit][0, 0])
-                found[hit] -= r[hit][0] * self.table.gradients[w, 0, i[hit]]
-                found[hit] += self.at(w, part[hit][0], i[hit])
-            extra[reducing] = found
-        elif reducing.any():
-            extra = self.slow_tail(batch, low, high, first, stop, rows, rate, reducing)
-        return takes, np.where(reducing, np.maximum(extra + late, 0.0), 0.0)
+        if not self.table.rules.overlap or not reducing.any():
+            return takes, takes
+        keys = np.stack([ways[reducing], slowest[reducing], rate[reducing], rows[reducing]], axis=1)
+        kinds, which = np.unique(keys, axis=0, return_inverse=True)
+        i, j = low[reducing], high[reducing]
+        left = np.zeros(len(keys))
+        for index, (way, c, speed, part) in enumerate(kinds.tolist()):
+            hit = which.reshape(-1) == index
+            w, start = int(way), i[hit]
+            behind = self.table.backward_fixed[w, int(c)] + part * self.table.backward_row[w, int(c)]
+            done = self.tail(w, int(c), speed, part).of(start, j[hit])
+            left[hit] = done - speed * self.table.gradients[w, int(c), start] + behind[start]
+        extra = np.zeros(low.shape)
+        extra[reducing] = np.maximum(left + late[reducing], 0.0)
+        return takes, extra
 
-    def at(self, w: int, rows: float, position: Ints) -> Floats:
-        """Backward seconds of the blocks before a position, for devices of the one class there is."""
-        seconds: Floats = self.table.backward_fixed[w, 0, position] + rows * self.table.backward_row[w, 0, position]
-        return seconds
-
-    def tail(self, code: int, rate: float, rows: float) -> RangeMax:
+    def tail(self, w: int, c: int, rate: float, rows: float) -> RangeMax:
         """For each block k: reduced seconds up to and with it, less the backward seconds before it.
 
         Blocks are reduced from the last to the first, each once its own backward is done.
         The all-reduce of blocks [i, j) ends max over k of (what is left of the backward
         after block k, negative) + (reduce of blocks i to k) after the last backward.
         """
-        key = (code, 0, 0, False)
+        key = (w, c, rate, rows)
         if key not in self.tails:
-            w = code // 2 // (self.layout.size + 1)
-            blocks = np.arange(self.table.blocks)
-            has = self.table.block_gradients[w, 0] > 0
-            done = rate * self.table.gradients[w, 0, blocks + 1] - self.at(w, rows, blocks)
-            self.tails[key] = RangeMax(np.where(has, done, -np.inf))
+            table, blocks = self.table, np.arange(self.table.blocks)
+            behind = table.backward_fixed[w, c] + rows * table.backward_row[w, c]
+            done = rate * table.gradients[w, c, blocks + 1] - behind[blocks]
+            self.tails[key] = RangeMax(np.where(table.block_gradients[w, c] > 0, done, -np.inf))
         return self.tails[key]
-
-    def slow_tail(
-        self,
-        batch: Batch,
-        low: Ints,
-        high: Ints,
-        first: Ints,
-        stop: Ints,
-        rows: Floats,
-        rate: Floats,
-        reducing: NDArray[np.bool_],
-    ) -> Floats:
-        """The same for stages of several classes of device, stage by stage."""
-        table, layout = self.table, self.layout
-        extra = np.zeros(low.shape)
-        for plan, stage in zip(*np.nonzero(reducing), strict=True):
-            i, j, w = low[plan, stage], high[plan, stage], batch.ways[plan, stage]
-            worst, best = -1.0, 0
-            for c in dict.fromkeys(layout.device_class[first[plan, stage] : stop[plan, stage]].tolist()):
-                row = rows[plan, stage]
-                total = sum(
-                    fixed[w, c, j] - fixed[w, c, i] + row * (slope[w, c, j] - slope[w, c, i])
-                    for fixed, slope in (
-                        (table.forward_fixed, table.forward_row),
-                        (table.backward_fixed, table.backward_row),
-                    )
-                )
-                if total >= worst:
-                    worst, best = total, c
-            blocks = np.arange(i, j)
-            behind = table.backward_fixed[w, best, i:j] + rows[plan, stage] * table.backward_row[w, best, i:j]
-            sent = rate[plan, stage] * (table.gradients[w, best, blocks + 1] - table.gradients[w, best, i])
-            has = table.block_gradients[w, best, i:j] > 0
-            values = np.where(has, sent - (behind - behind[0]), -np.inf)
-            extra[plan, stage] = values.max()
-        return extra
 
     def moving(
         self, batch: Batch, first: Ints, stop: Ints, rows: Floats, width: Ints
