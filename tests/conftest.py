@@ -57,6 +57,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return check
 
 
+@pytest.fixture(autouse=True, scope="session")
+def costs_of_these_tests_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep measured costs apart from those of the user, and leave none behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFFTRA_FX_CACHE", str(tmp_path_factory.mktemp("costs")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """Fail a test whose child processes outlive it, and end them."""
