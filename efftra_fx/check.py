@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,21 +60,25 @@ def one_device_step(
 ) -> tuple[float, dict[str, Tensor], float]:
     """Run the eager model from this state on the whole batch; return loss, gradients by name, and seconds.
 
-    Works on a copy: the user's model, its gradients and buffers are left alone.
+    Runs the user's own model, since a copy's hooks may still mean the original; its parameters and
+    buffers are put back afterwards, and its gradients left alone.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        twin = copy.deepcopy(model)
-        for parameter in twin.parameters():
-            parameter.grad = None
-        twin.load_state_dict(dict(state), strict=False)
-        begin = time.perf_counter()
-        args, kwargs, target = call.rebuild(tensors)
-        with torch.enable_grad():
-            loss = loss_of(twin(*args, **kwargs), loss_fn, target, call.has_target)
-            wanted = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    own = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in own]
+    try:
+        model.load_state_dict(dict(state), strict=False)
+        with torch.random.fork_rng(), torch.enable_grad():
+            torch.manual_seed(seed)
+            begin = time.perf_counter()
+            args, kwargs, target = call.rebuild(tensors)
+            loss = loss_of(model(*args, **kwargs), loss_fn, target, call.has_target)
+            wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(own, before, strict=True):
+                tensor.copy_(value)
     gradients = {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
     return float(loss.detach()), gradients, seconds
 

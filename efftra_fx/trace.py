@@ -7,6 +7,7 @@ the loss and then the new values of the buffers that the forward writes.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -119,9 +120,14 @@ def loss_of(output: Any, loss_fn: LossFn | None, target: Any, has_target: bool) 
         raise LossError(f"{name} returned {type(loss).__name__}, expected a scalar tensor as the loss")
     if loss.numel() != 1:
         raise LossError(
-            f"{name} returned a loss of shape {list(loss.shape)}, expected a scalar; reduce it, for instance by .mean()"
+            f"{name} returned a loss of shape {_sizes(loss)}, expected a scalar; reduce it, for instance by .mean()"
         )
     return loss.reshape(())
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    """Return a tensor's sizes as those of the example, also while sizes are symbols."""
+    return [size if isinstance(size, int) else int(size.node.hint) for size in tensor.shape]
 
 
 def _own_loss(output: Any) -> Any:
@@ -248,7 +254,9 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
     auto: Any = Dim.AUTO
     shapes = [None if dim is None else {dim: auto} for dim in batch_leaves]
     modes = {name: module.training for name, module in step.model.named_modules()}
+    logged = logging.root.manager.disable
     try:
+        logging.disable(logging.CRITICAL)  # the exporter logs each failure at length; ours are raised
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
@@ -271,6 +279,7 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
             raise asks from error
         raise CaptureError(_why(error)) from error
     finally:
+        logging.disable(logged)
         for name, module in step.model.named_modules():
             module.training = modes[name]
 
