@@ -7,6 +7,7 @@ capture → separate-means → prove-batch → tail → annotate-shapes → bloc
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,8 @@ from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.partition import Planned, partition, shortage
 from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
+from efftra_fx.passes.shard import Sharded, shard_stages
+from efftra_fx.passes.shard_cost import with_tensor
 from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
 from efftra_fx.passes.verify import verify_plan
@@ -37,6 +40,7 @@ from efftra_fx.trace import Captured, LossFn, capture
 from efftra_fx.trace_check import check_capture
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+_FAST_BYTES_PER_S = 1e10
 _PROOF_ROWS = 3
 
 
@@ -106,6 +110,7 @@ class Back:
     stages: tuple[StageGraph, ...]
     wiring: Wiring
     random: tuple[bool, ...]
+    sharded: tuple[Sharded | None, ...]  # None for a stage whose replicas are one rank each
 
 
 def find_batch(
@@ -318,22 +323,84 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
     try:
         if options.plan is not None:
             verify_plan(options.plan, len(names), cluster)
+            chain = _with_widths(front, chain, {stage.tensor for stage in options.plan.stages})
             return _priced(options.plan, chain, cluster, front.rows, options)
+        if options.tensor is not None:
+            plan = _wide_plan(front, names, chain, cluster, options, schedule)
+            chain = _with_widths(front, chain, set(options.tensor))
+            return _priced(plan, chain, cluster, front.rows, options)
         if options.cuts is not None:
             plan = _cut_plan(front.gm, names, cluster, options, schedule)
             return _priced(plan, chain, cluster, front.rows, options)
-        return partition(
-            chain,
-            cluster,
-            front.rows,
-            stages=options.stages,
-            replicas=options.replicas,
-            micro_batches=options.micro_batches,
-            schedule=schedule,
-            optimizer_bytes_per_parameter_byte=options.optimizer_states,
-        )
+        if _is_fast(cluster):
+            chain = _with_widths(front, chain, _possible_widths(cluster))
+        try:
+            return _searched(front, chain, cluster, options, schedule)
+        except MemoryPlanError:
+            if _is_fast(cluster) or not _possible_widths(cluster):
+                raise
+        chain = _with_widths(front, chain, _possible_widths(cluster))
+        return _searched(front, chain, cluster, options, schedule)
     finally:
         report.timed("plan", begin)
+
+
+def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, schedule: str | None) -> Planned:
+    return partition(
+        chain,
+        cluster,
+        front.rows,
+        stages=options.stages,
+        replicas=options.replicas,
+        micro_batches=options.micro_batches,
+        schedule=schedule,
+        optimizer_bytes_per_parameter_byte=options.optimizer_states,
+    )
+
+
+def _with_widths(front: Front, chain: Chain, widths: set[int]) -> Chain:
+    return with_tensor(front.gm, chain, widths) if max(widths, default=1) > 1 else chain
+
+
+def _possible_widths(cluster: Cluster) -> set[int]:
+    """Return the widths above 1 that fill a machine without a rest."""
+    counts = Counter(device.machine for device in cluster.devices)
+    return {width for width in (2, 4, 8) if any(count % width == 0 for count in counts.values())}
+
+
+def _is_fast(cluster: Cluster) -> bool:
+    """Say whether tensor groups may pay for their speed alone, and not only to make room."""
+    return any(link is not None and link.bandwidth_bytes_per_s >= _FAST_BYTES_PER_S for link in cluster.links.intra)
+
+
+def _wide_plan(
+    front: Front, names: Sequence[str], chain: Chain, cluster: Cluster, options: Options, schedule: str | None
+) -> Plan:
+    """Return a plan with these tensor widths by stage; what else is not fixed is chosen as for as many replicas."""
+    widths = options.tensor
+    assert widths is not None
+    if min(widths, default=0) < 1:
+        raise PlanError(f"tensor={widths} must name a width of 1 or more for each stage")
+    stages = options.stages or (len(options.cuts) + 1 if options.cuts is not None else len(widths))
+    if stages != len(widths):
+        raise PlanError(f"tensor={widths} is for {len(widths)} stages, but there are to be {stages}")
+    replicas = options.replicas or (1,) * stages
+    if len(replicas) != stages:
+        raise PlanError(f"tensor={widths} is for {stages} stages, but replicas={replicas} for {len(replicas)}")
+    counts = tuple(r * t for r, t in zip(replicas, widths, strict=True))
+    devices = len(cluster.devices)
+    if sum(counts) > devices:
+        raise PlanError(f"tensor={widths} with replicas={replicas} needs {sum(counts)} devices, the cluster has {devices}")
+    asked = replace(options, stages=stages, replicas=counts, tensor=None)
+    if options.cuts is not None:
+        plan = _cut_plan(front.gm, names, cluster, asked, schedule)
+    else:
+        plan = _searched(front, chain, cluster.without_memory_limits(), asked, schedule).plan
+    wide = tuple(
+        replace(stage, devices=tuple(sorted(stage.devices)), tensor=width)
+        for stage, width in zip(plan.stages, widths, strict=True)
+    )
+    return replace(plan, stages=wide, predicted_step_s=None, lower_bound_s=None, placement="tensor", explanation="")
 
 
 def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Options) -> Plan:
@@ -391,7 +458,14 @@ def back_end(front: Front, plan: Plan, report: Report) -> Back:
         plan, stages=tuple(replace(s, names=tuple(names[s.first_block : s.stop_block])) for s in plan.stages)
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
-    return Back(named, stages, wiring, random)
+    begin = time.perf_counter()
+    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring)
+    for index, one in enumerate(sharded):
+        for rank, graph in enumerate(one.stages if one is not None else ()):
+            report.graph(f"stage-{index}-tensor-{rank}", graph.gm)
+    if any(one is not None for one in sharded):
+        report.timed("shard", begin)
+    return Back(named, stages, wiring, random, sharded)
 
 
 def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:

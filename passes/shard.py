@@ -9,17 +9,18 @@ nothing outside of the stage needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from efftra_fx.meta import PATH, ROLE
+from efftra_fx.program import Wiring
 
 from .shard_axes import axes_of
 from .shard_candidates import find_candidates
 from .shard_choice import Choice, Prices, choose
-from .shard_cuts import Placement
+from .shard_cuts import COPIED, WHOLE, Placement
 from .shard_rewrite import rewrite
 from .shard_rules import base_strategies, has_own_rule
 from .split import StageGraph
@@ -41,13 +42,19 @@ class Sharded:
 
 
 def shard_stage(
-    stage: StageGraph, width: int, prices: Prices | None = None, forced: Mapping[str, Placement] | None = None
+    stage: StageGraph,
+    width: int,
+    prices: Prices | None = None,
+    forced: Mapping[str, Placement] | None = None,
+    trained: frozenset[str] | None = None,
 ) -> Sharded:
     """Return the graphs of the ranks of a tensor group; `forced` fixes how parameters lie, by name.
 
+    `trained` names the parameters with gradients, if those are fewer than require them.
+
     Raises PlanError if the choice cannot be solved in time.
     """
-    found = find_candidates(stage.gm, width, forced)
+    found = find_candidates(stage.gm, width, forced, trained)
     choice = choose(found, prices or Prices())
     graphs = tuple(replace(stage, gm=rewrite(stage.gm, found, choice, rank)) for rank in range(width))
     placed = {
@@ -56,6 +63,28 @@ def shard_stage(
         if node.op == "placeholder" and ROLE[node].kind == "parameter"
     }
     return Sharded(graphs, placed, choice.cost_s, _notes(choice))
+
+
+def shard_stages(
+    stages: Sequence[StageGraph], widths: Sequence[int], wiring: Wiring, prices: Prices | None = None
+) -> tuple[Wiring, tuple[Sharded | None, ...]]:
+    """Shard the stages that are wider than one rank, and write into the wiring whose gradients are partial sums.
+
+    A parameter that several stages read, one of them wide, is held whole by all of their ranks.
+    """
+    tied = {
+        p.name: COPIED if p.trainable else WHOLE
+        for p in wiring.parameters
+        if len(p.stages) > 1 and any(widths[s] > 1 for s in p.stages)
+    }
+    trained = frozenset(p.name for p in wiring.parameters if p.trainable)
+    sharded = tuple(
+        shard_stage(stage, width, prices, tied, trained) if width > 1 else None
+        for stage, width in zip(stages, widths, strict=True)
+    )
+    partial = {n for one in sharded if one is not None for n, p in one.parameters.items() if p.kind == "copied"}
+    parameters = tuple(replace(p, partial=True) if p.name in partial else p for p in wiring.parameters)
+    return replace(wiring, parameters=parameters), sharded
 
 
 def _notes(choice: Choice) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from efftra_fx.meta import FREE, ROLE
+from efftra_fx.meta import FREE, ROLE, Role
 
 from .shard_axes import extents, operands, results
 from .shard_cuts import COPIED, WHOLE, Cut, Placement, cut_along
@@ -60,10 +60,16 @@ def is_fixed(node: fx.Node) -> bool:
 
 
 def find_candidates(
-    gm: fx.GraphModule, width: int, forced: Mapping[str, Placement] | None = None
+    gm: fx.GraphModule,
+    width: int,
+    forced: Mapping[str, Placement] | None = None,
+    trained: frozenset[str] | None = None,
 ) -> Candidates:
-    """Return the candidates for a tensor group of `width` ranks; `forced` fixes parameters by name."""
-    spread = _Spread(gm, width, dict(forced or {}))
+    """Return the candidates for a tensor group of `width` ranks; `forced` fixes parameters by name.
+
+    `trained` names the parameters that get gradients (default: those that require one).
+    """
+    spread = _Spread(gm, width, dict(forced or {}), trained)
     for node in spread.calls:
         for strategy in seed_strategies(node, width) if node not in spread.rounded else ():
             family = next(str(p.cut) for p in (*strategy.inputs, *strategy.outputs) if p.cut is not None)
@@ -80,6 +86,7 @@ class _Spread:
     gm: fx.GraphModule
     width: int
     forced: dict[str, Placement]
+    trained: frozenset[str] | None
     calls: list[fx.Node] = field(init=False)
     rounded: set[fx.Node] = field(init=False)
     readers: dict[Place, list[tuple[fx.Node, int]]] = field(default_factory=dict)
@@ -159,7 +166,7 @@ class _Spread:
         output = next(n for n in reversed(self.gm.graph.nodes) if n.op == "output")
         outputs = tuple(place_of(n) for n in output.args[0] if isinstance(n, fx.Node))
         readers = {place: tuple(some) for place, some in self.readers.items()}
-        return Candidates(found, readers, frozenset(moving_values(self.gm)), outputs, self.width)
+        return Candidates(found, readers, frozenset(moving_values(self.gm, self.trained)), outputs, self.width)
 
     def of_placeholder(self, node: fx.Node) -> list[Strategy]:
         role, whole = ROLE[node], Strategy((), (WHOLE,))
@@ -168,7 +175,7 @@ class _Spread:
         forced = self.forced.get(role.name)
         if forced is not None:
             return [Strategy((), (forced,))]
-        found = [whole] + ([Strategy((), (COPIED,))] if role.trainable else [])
+        found = [whole] + ([Strategy((), (COPIED,))] if is_trained(role, self.trained) else [])
         for dim, cut in self.cuts.get((node, 0), {}):
             if fits(node.meta["val"], dim, cut):
                 found.append(Strategy((), (cut_along(dim, cut),), cut.share))
@@ -192,13 +199,18 @@ def rounded_calls(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> set[fx.Node]:
     }
 
 
-def moving_values(gm: fx.GraphModule) -> set[Place]:
+def is_trained(role: Role, trained: frozenset[str] | None) -> bool:
+    """Say whether a parameter gets a gradient."""
+    return role.trainable if trained is None else role.name in trained
+
+
+def moving_values(gm: fx.GraphModule, trained: frozenset[str] | None = None) -> set[Place]:
     """Return the values through which gradients may flow: those that depend on a parameter or an earlier stage."""
     moving: set[Place] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             role = ROLE[node]
-            if (role.kind == "parameter" and role.trainable) or (role.kind == "value" and _smooth(node.meta["val"])):
+            if (role.kind == "parameter" and is_trained(role, trained)) or (role.kind == "value" and _smooth(node.meta["val"])):
                 moving.add((node, 0))
         elif node.op == "call_function" and not is_item(node):
             if str(node.target) != "aten.detach.default" and any(place_of(n) in moving for n in _tensors(node)):
