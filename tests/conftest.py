@@ -85,18 +85,23 @@ def no_process_left_behind() -> Iterator[None]:
 def children() -> set[int]:
     """Return the ids of this process's living children, without Python's own helpers.
 
-    Empty where there is no /proc.
+    Empty where the system does not list them.
     """
     found = set()
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for listed in Path("/proc/self/task").glob("*/children"):
         try:
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # ended while we looked
+            found |= {int(word) for word in listed.read_text().split()}
+        except OSError:  # a thread that ended while we looked
             continue
-        pid = int(entry.parent.name)
-        if int(parent) == os.getpid() and state != "Z" and not any(word in command_of(pid) for word in HELPERS):
-            found.add(pid)
-    return found
+    return {pid for pid in found if lives(pid) and not any(word in command_of(pid) for word in HELPERS)}
+
+
+def lives(pid: int) -> bool:
+    """Say whether a process runs: it is there, and has not ended without being waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def command_of(pid: int) -> str:
