@@ -44,6 +44,8 @@ from efftra_fx.state import (
     same_start,
     share,
     take_state,
+    whole_gradients,
+    whole_name,
     whole_state,
 )
 from efftra_fx.trace import LossFn
@@ -246,7 +248,7 @@ class CompiledModel:
                 built.tensors[t.rank],
                 built.tails[t.rank],
                 t,
-                built.shapes,
+                built.shapes[t.rank],
             )
             for t in self.world.transports
         }
@@ -335,10 +337,12 @@ class CompiledModel:
 
     def _add_gradients(self, results: Mapping[int, StepResult]) -> None:
         done: set[int] = set()
-        for rank in sorted(results):
+        parameters = dict(self.named_parameters())
+        found = whole_gradients(self.built, {rank: result.gradients for rank, result in results.items()})
+        for rank in sorted(found):
             held = self.built.tensors[rank].parameters
-            for name, gradient in results[rank].gradients.items():
-                parameter = held[name]
+            for name, gradient in found[rank].items():
+                parameter = parameters.get(name, held[name])
                 if id(parameter) in done:
                     continue
                 done.add(id(parameter))
@@ -434,7 +438,7 @@ class CompiledModel:
         see this rank's stage alone.) Raises InputError on all ranks for a norm that is not finite, if asked to.
         """
         listed = owned(self.built, self.model, self.options.loss_fn, gradients=True)
-        counted = {item.name for item, _ in listed if item.owner in self.world.ranks}
+        counted = {whole_name(item.name) for item, _ in listed if item.owner in self.world.ranks}
         return clip_gradients(
             list(self.named_parameters()), counted, self.world, max_norm, norm_type, error_if_nonfinite
         )
@@ -484,10 +488,11 @@ class CompiledModel:
 
     def _whole_gradients(self, results: Mapping[int, StepResult]) -> dict[str, Tensor]:
         mine: dict[str, Tensor] = {}
-        for result in results.values():
-            mine.update(result.gradients)
+        for found in whole_gradients(self.built, {rank: r.gradients for rank, r in results.items()}).values():
+            mine.update(found)
         listed = owned(self.built, self.model, self.options.loss_fn, gradients=True)
-        return share(self.world, [(item, mine.get(item.name) if t is not None else None) for item, t in listed])
+        own = [(item, mine.get(whole_name(item.name)) if t is not None else None) for item, t in listed]
+        return share(self.world, own, self.built)
 
     def with_plan(self, plan: Plan | str | Path) -> CompiledModel:
         """Return the same captured step laid out by another plan, nothing traced or measured again; a collective call.

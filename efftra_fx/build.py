@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from efftra_fx.cluster import Cluster
+from efftra_fx.collectives import Ranges, take
 from efftra_fx.compiler import Back, Front, Options, Progress, Report, back_end, choose_plan, cost_chain
 from efftra_fx.cost import Chain
 from efftra_fx.errors import EfftraError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
+from efftra_fx.passes.shard_code import TensorCode, TensorForward, tensor_code
+from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
@@ -26,7 +29,7 @@ from efftra_fx.runtime.executor import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.world import World
 
-StageFunctions = Callable[[int], TrainingCode | ForwardCode]  # by number of rows
+StageFunctions = Callable[[int], TrainingCode | ForwardCode | TensorCode | TensorForward]  # by number of rows
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,50 @@ class Built:
     tensors: dict[int, Tensors]
     tails: dict[int, TailFunction]
     values: dict[str, Value]
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    shapes: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # by rank, by parameter; "" is the loss
     codes: dict[Any, StageFunctions]
+
+    def shares(self, rank: int) -> dict[str, Share]:
+        """Return which shares of which parameters a rank holds; those that it holds whole are left out."""
+        return rank_shares(self.back, rank)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a parameter: the ranges of indices along a dimension of so many."""
+
+    dim: int
+    ranges: Ranges
+    size: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the share of a whole tensor, a view of it where the share is one run."""
+        return take(tensor, self.dim, self.ranges, self.size)
+
+    def put(self, whole: Tensor, share: Tensor) -> None:
+        """Write the share into a whole tensor."""
+        at = 0
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(share.narrow(self.dim, at, stop - start))
+            at += stop - start
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the share's shape."""
+        return (*whole[: self.dim], sum(b - a for a, b in self.ranges), *whole[self.dim + 1 :])
+
+
+def rank_shares(back: Back, rank: int) -> dict[str, Share]:
+    """Return which shares of which parameters a rank holds; those that it holds whole are left out."""
+    for stage, sharded in zip(back.plan.stages, back.sharded, strict=True):
+        if rank in stage.devices and sharded is not None:
+            number = stage.devices.index(rank) % stage.tensor
+            return {name: _share(place, number) for name, place in sharded.parameters.items() if place.cut is not None}
+    return {}
+
+
+def _share(place: Placement, number: int) -> Share:
+    assert place.cut is not None
+    return Share(place.dim, place.cut.parts[number], place.cut.size)
 
 
 def measured_chain(
@@ -127,45 +172,63 @@ def place(
     """
     begin = time.perf_counter()
     values = {v.name: v for v in back.wiring.values}
-    shapes = {p.name: (p.shape, getattr(torch, p.dtype)) for p in back.wiring.parameters}
-    shapes[""] = ((), front.loss_dtype)
-    built = Built(front, back, chain, planned, {}, {}, {}, values, shapes, {} if known is None else known)
+    built = Built(front, back, chain, planned, {}, {}, {}, values, {}, {} if known is None else known)
     if world is None:
         return built
-    codes = _codes(front, back, values, world.device.type, built.codes)
     constant_stage = max(s for s, graph in enumerate(back.stages) if graph.boundaries)
     places = {rank: s for s, stage in enumerate(back.plan.stages) for rank in stage.devices}
     for transport in world.transports:
         rank = transport.rank
+        built.shapes[rank] = _shapes(front, back, rank)
         held = _held(front, back, places.get(rank), transport)
         if base is not None:
             held = Tensors(base.tensors[rank].parameters, base.tensors[rank].buffers, held.constants)
         built.tensors[rank] = held
         built.tails[rank] = TailFunction(front.tail, held.buffers, constant_stage, transport.device)
-        built.works[rank] = _work(front, back, places[rank], codes[places[rank]]) if rank in places else None
+        built.works[rank] = None
+        if rank in places:
+            code = _code(front, back, values, world.device.type, built.codes, places[rank], rank)
+            built.works[rank] = _work(front, back, places[rank], rank, code)
     report.timed("place", begin)
     return built
 
 
-def _codes(
-    front: Front, back: Back, values: Mapping[str, Value], device: str, known: dict[Any, StageFunctions]
-) -> list[StageFunctions]:
+def _shapes(front: Front, back: Back, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    shares = rank_shares(back, rank)
+    shapes = {p.name: (p.shape, getattr(torch, p.dtype)) for p in back.wiring.parameters}
+    shapes |= {name: (share.shape(shapes[name][0]), shapes[name][1]) for name, share in shares.items()}
+    shapes[""] = ((), front.loss_dtype)
+    return shapes
+
+
+def _code(
+    front: Front,
+    back: Back,
+    values: Mapping[str, Value],
+    device: str,
+    known: dict[Any, StageFunctions],
+    index: int,
+    rank: int,
+) -> StageFunctions:
     inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
     example = example_of(values, front.tensors, inputs)
     trainable = {p.name for p in back.wiring.parameters if p.trainable}
-    codes = []
-    for index, (graph, stage) in enumerate(zip(back.stages, back.plan.stages, strict=True)):
-        flags = Flags(graph, values, trainable, index)
-        outputs = (graph.sends, graph.boundaries, graph.buffers)
-        blocks = (stage.first_block, stage.stop_block)
-        key = (blocks, graph.roles, outputs, flags.wrt, flags.outputs, stage.recompute, device)
-        if key not in known:
+    graph, stage, sharded = back.stages[index], back.plan.stages[index], back.sharded[index]
+    number = stage.devices.index(rank) % stage.tensor
+    flags = Flags(graph, values, trainable, index)
+    outputs = (graph.sends, graph.boundaries, graph.buffers)
+    blocks = (stage.first_block, stage.stop_block)
+    placed = None if sharded is None else (number, tuple(sorted((n, str(p)) for n, p in sharded.parameters.items())))
+    key = (blocks, graph.roles, outputs, flags.wrt, flags.outputs, stage.recompute, device, stage.tensor, placed)
+    if key not in known:
+        if sharded is None:
             known[key] = stage_code(graph, flags, example, stage.recompute, device)
-        codes.append(known[key])
-    return codes
+        else:
+            known[key] = tensor_code(sharded, number, flags, example, stage.recompute, device)
+    return known[key]
 
 
-def _work(front: Front, back: Back, stage: int, code: StageFunctions) -> StageWork:
+def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions) -> StageWork:
     graph = back.stages[stage]
     kinds = {b.name: b for b in front.tail.boundaries}
     bounds = tuple(BoundaryPart(n, kinds[n].kind, kinds[n].dim) for n in graph.boundaries)
@@ -178,17 +241,34 @@ def _work(front: Front, back: Back, stage: int, code: StageFunctions) -> StageWo
         code,
         back.random[stage],
         once=frozenset(name for name in graph.buffers if name in front.counters),
-        group=back.plan.stages[stage].devices,
+        group=tuple(sorted(back.plan.stages[stage].devices)),
+        together=tensor_group(back, rank),
     )
 
 
+def tensor_group(back: Back, rank: int) -> tuple[int, ...]:
+    """Return the ranks that compute a wide replica together with this one; none where it computes alone."""
+    for stage in back.plan.stages:
+        if rank in stage.devices and stage.tensor > 1:
+            first = stage.devices.index(rank) // stage.tensor * stage.tensor
+            return tuple(sorted(stage.devices[first : first + stage.tensor]))
+    return ()
+
+
 def _held(front: Front, back: Back, stage: int | None, transport: Transport) -> Tensors:
-    """Return the tensors that a rank holds: its stage's parameters, those of no stage, and all buffers."""
+    """Return the tensors that a rank holds: its stage's parameters, those of no stage, and all buffers.
+
+    A share of a parameter is a tensor of its own.
+    """
+    shares = rank_shares(back, transport.rank)
     staged = {p.name: p.stages for p in back.wiring.parameters}
     tensors = Tensors({}, {}, {})
     for (kind, name), tensor in front.tensors.items():
         mine = name not in staged or (stage is not None and stage in staged[name])
-        if kind == "parameter" and mine:
+        if kind == "parameter" and name in shares:
+            own = shares[name].of(tensor.detach()).to(transport.device).clone(memory_format=torch.contiguous_format)
+            tensors.parameters[name] = nn.Parameter(own, tensor.requires_grad)
+        elif kind == "parameter" and mine:
             tensors.parameters[name] = _on(tensor, transport.device)
         elif kind == "buffer":
             tensors.buffers[name] = _on(tensor, transport.device)
@@ -225,6 +305,11 @@ def connections(programs: Mapping[int, RankProgram]) -> tuple[list[tuple[int, ..
                 groups.add(instruction.ranks)
             elif isinstance(instruction, Message):
                 pairs.add((min(rank, instruction.peer), max(rank, instruction.peer)))
+    members: dict[tuple[int | None, int], list[int]] = {}
+    for rank in sorted(programs):
+        if programs[rank].width > 1:
+            members.setdefault((programs[rank].stage, programs[rank].replica), []).append(rank)
+    groups |= {tuple(ranks) for ranks in members.values()}
     return sorted(groups), sorted(pairs)
 
 

@@ -25,12 +25,18 @@ def all_parameters(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, nn.Par
 
 
 def held_parameters(built: Built, world: World, model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield this process's parameters in the model's order; those that no stage reads belong to rank 0."""
+    """Yield this process's parameters in the model's order; those that no stage reads belong to rank 0.
+
+    Of a parameter that is dealt out to ranks, a process with one rank yields its share, and one with all the whole.
+    """
     held: dict[str, nn.Parameter] = {}
+    local = len(world.transports) > 1
+    whole = dict(all_parameters(model, loss_fn))
     for rank in world.ranks:
+        shares = built.shares(rank) if local else {}
         for name, tensor in built.tensors[rank].parameters.items():
             if isinstance(tensor, nn.Parameter):
-                held.setdefault(name, tensor)
+                held.setdefault(name, whole[name] if name in shares else tensor)
     placed = {p.name for p in built.back.wiring.parameters}
     for name, _ in all_parameters(model, loss_fn):
         if name in held and (name in placed or world.first):
@@ -40,8 +46,10 @@ def held_parameters(built: Built, world: World, model: nn.Module, loss_fn: Any) 
 def owned(built: Built, model: nn.Module, loss_fn: Any, gradients: bool) -> Listed:
     """List every tensor (or every trained parameter) with its owner, and this process's copy where it owns it.
 
-    The owner is the first rank of the first stage that holds it; of what no stage holds, rank 0.
+    The owner is the first rank of the first stage that holds it; of what no stage holds, rank 0. A parameter
+    that is dealt out to ranks of their own processes is listed in shares (see `share_name`).
     """
+    apart = len(built.tensors) == 1
     back = built.back
     stages = {p.name: min(p.stages) for p in back.wiring.parameters}
     writers = {name: s for s, graph in enumerate(back.stages) for name in graph.buffers}
@@ -55,26 +63,86 @@ def owned(built: Built, model: nn.Module, loss_fn: Any, gradients: bool) -> List
     for name, tensor, stage in named:
         owner = 0 if stage < 0 else back.plan.stages[stage].devices[0]
         mine: Tensor | None = None
+        dealt = name in built.shares(owner)
+        if dealt and apart:
+            listed += _listed_shares(built, name, tensor, stage)
+            continue
         if owner in built.tensors:
             held = built.tensors[owner]
-            mine = held.parameters.get(name, held.buffers.get(name))
+            mine = None if dealt else held.parameters.get(name, held.buffers.get(name))
             mine = tensor if mine is None else mine
         listed.append((Owned(name, owner, tuple(tensor.shape), tensor.dtype), mine))
     return listed
 
 
-def share(world: World, listed: Listed) -> dict[str, Tensor]:
-    """Return copies of all listed tensors on every rank; a collective call."""
+def _listed_shares(built: Built, name: str, tensor: Tensor, stage: int) -> Listed:
+    place = built.back.plan.stages[stage]
+    listed: Listed = []
+    for number, rank in enumerate(place.devices[: place.tensor]):
+        shape = built.shares(rank)[name].shape(tuple(tensor.shape))
+        mine = built.tensors[rank].parameters[name] if rank in built.tensors else None
+        listed.append((Owned(share_name(name, number), rank, shape, tensor.dtype), mine))
+    return listed
+
+
+def share_name(name: str, number: int) -> str:
+    """Return the name under which a rank's share of a parameter is listed."""
+    return f"{name}\n{number}"
+
+
+def whole_name(name: str) -> str:
+    """Return the parameter's name of a share's."""
+    return name.partition("\n")[0]
+
+
+def join_shares(built: Built, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put shares together that were listed apart; all else stays."""
+    found: dict[str, Tensor] = {}
+    stages = {p.name: min(p.stages) for p in built.back.wiring.parameters}
+    for name, tensor in tensors.items():
+        whole, _, number = name.partition("\n")
+        if not number:
+            found[name] = tensor
+            continue
+        if whole not in found:
+            example = built.front.tensors["parameter", whole]
+            found[whole] = torch.empty(example.shape, dtype=tensor.dtype, device=tensor.device)
+        rank = built.back.plan.stages[stages[whole]].devices[int(number)]
+        built.shares(rank)[whole].put(found[whole], tensor)
+    return found
+
+
+def whole_gradients(built: Built, found: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """Return gradients by rank, put together where all ranks that have shares live in this process."""
+    if len(found) == 1:
+        return {rank: dict(gradients) for rank, gradients in found.items()}
+    joined: dict[str, Tensor] = {}
+    result: dict[int, dict[str, Tensor]] = {}
+    for rank, gradients in sorted(found.items()):
+        shares = built.shares(rank)
+        result[rank] = {name: g for name, g in gradients.items() if name not in shares}
+        for name, share in shares.items():
+            if name not in gradients:
+                continue
+            if name not in joined:
+                whole = built.front.tensors["parameter", name]
+                joined[name] = result[rank][name] = torch.zeros_like(whole.detach())
+            share.put(joined[name], gradients[name])
+    return result
+
+
+def share(world: World, listed: Listed, built: Built) -> dict[str, Tensor]:
+    """Return copies of all listed tensors on every rank, shares put together; a collective call."""
     mine = {item.name: t for item, t in listed if t is not None}
     if len(world.transports) > 1 or world.size == 1:
         return {name: t.detach().clone() for name, t in mine.items()}
     items = [item for item, _ in listed]
-    return world.run(lambda transport: share_tensors(transport, items, mine))[0]
+    return join_shares(built, world.run(lambda transport: share_tensors(transport, items, mine))[0])
 
 
 def whole_state(built: Built, world: World, model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
     """Return the state dict of the plain model, on every rank; a collective call."""
-    tensors = share(world, owned(built, model, loss_fn, gradients=False))
+    tensors = share(world, owned(built, model, loss_fn, gradients=False), built)
     first: dict[int, str] = {}
     own: dict[str, Tensor] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -99,23 +167,34 @@ def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def take_state(built: Built, model: nn.Module) -> None:
-    """Copy the model's own values into the tensors that ranks hold apart from it (on other devices)."""
+    """Copy the model's own values into the tensors that ranks hold apart from it (shares, or on other devices)."""
     own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
-        for held in built.tensors.values():
+        for rank, held in built.tensors.items():
+            shares = built.shares(rank)
             for name, tensor in (*held.parameters.items(), *held.buffers.items()):
-                if name in own and own[name] is not tensor:
+                if name in shares and name in held.parameters:
+                    tensor.copy_(shares[name].of(own[name]))
+                elif name in own and own[name] is not tensor:
                     tensor.copy_(own[name])
 
 
 def refresh_copies(built: Built) -> None:
     """Bring copies of a parameter on other devices of this process up to the one that the optimizer updates.
 
-    Ranks of one process on one device share each parameter, so there is nothing to do for them.
+    Ranks of one process on one device share each parameter, so there is nothing to do for them, but shares
+    are taken from it anew.
     """
+    if len(built.tensors) == 1:
+        return
     first: dict[str, Tensor] = {}
-    for _, held in sorted(built.tensors.items()):
+    for rank, held in sorted(built.tensors.items()):
+        shares = built.shares(rank)
         for name, tensor in held.parameters.items():
+            if name in shares:
+                with torch.no_grad():
+                    tensor.copy_(shares[name].of(built.front.tensors["parameter", name]))
+                continue
             source = first.setdefault(name, tensor)
             if source is not tensor:
                 with torch.no_grad():
