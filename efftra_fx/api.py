@@ -419,6 +419,7 @@ class CompiledModel:
         if evaluation is None or batch is None:
             assert problem is not None
             raise problem
+        refresh_copies(self.built)
         return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch)
 
     def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
@@ -427,7 +428,8 @@ class CompiledModel:
         found = self._evaluations.get(key)
         if found is None:
             owners = {p.name: p.stages for p in self.wiring.parameters}
-            found = compile_evaluation(self.model, call, tensors, self.plan, owners)
+            sharded, device = self.built.back.sharded, self.world.device.type
+            found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device)
             self._evaluations[key] = found
         return found
 

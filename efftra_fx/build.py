@@ -242,13 +242,13 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
         back.random[stage],
         once=frozenset(name for name in graph.buffers if name in front.counters),
         group=tuple(sorted(back.plan.stages[stage].devices)),
-        together=tensor_group(back, rank),
+        together=tensor_group(back.plan, rank),
     )
 
 
-def tensor_group(back: Back, rank: int) -> tuple[int, ...]:
+def tensor_group(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the ranks that compute a wide replica together with this one; none where it computes alone."""
-    for stage in back.plan.stages:
+    for stage in plan.stages:
         if rank in stage.devices and stage.tensor > 1:
             first = stage.devices.index(rank) // stage.tensor * stage.tensor
             return tuple(sorted(stage.devices[first : first + stage.tensor]))

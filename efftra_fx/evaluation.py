@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.build import connections, tensor_group
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Outputs
 from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans
+from efftra_fx.passes.shard import Sharded, shard_stage
+from efftra_fx.passes.shard_code import TensorForward
+from efftra_fx.passes.shard_cuts import WHOLE
 from efftra_fx.passes.split import StageGraph, split_stages, wire
 from efftra_fx.passes.stage_code import forward_code
 from efftra_fx.passes.tail import Tail, split_tail
@@ -39,14 +43,21 @@ class Evaluation:
     tail: Tail
     dims: tuple[int | None, ...]
     out_tree: Any
+    wide: tuple[tuple[TensorForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
 
 
 def compile_evaluation(
-    model: nn.Module, call: Call, tensors: Sequence[Tensor], plan: Plan, owners: Mapping[str, tuple[int, ...]]
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    plan: Plan,
+    owners: Mapping[str, tuple[int, ...]],
+    sharded: Sequence[Sharded | None],
+    device: str,
 ) -> Evaluation:
     """Capture the model in eval mode and lay it over the stages that hold its parameters.
 
-    `owners` says which stages hold a parameter. The model's modes are left as they were.
+    `owners` says which stages hold a parameter, `sharded` how their ranks do. The model's modes are left as they were.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     rows, dims = find_batch(call, tensors, {})
@@ -69,7 +80,19 @@ def compile_evaluation(
     assign_by_parameters(gm, owners, len(plan.stages))
     stages = split_stages(gm, len(plan.stages), allow_empty=True)
     wiring = wire(gm, stages, joined=False).forward_only()
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree)
+    wide = tuple(
+        () if one is None else _wide_forward(stage, one, device) for stage, one in zip(stages, sharded, strict=True)
+    )
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree, wide)
+
+
+def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[TensorForward, ...]:
+    """Return the forward of each rank of a tensor group, parameters lying as they do in training."""
+    roles = [role for role in stage.roles if role.kind == "parameter"]
+    places = {role.name: trained.parameters.get(role.name, WHOLE) for role in roles}
+    forced = {name: place if place.cut is not None else WHOLE for name, place in places.items()}
+    graphs = shard_stage(stage, trained.width, forced=forced, trained=frozenset()).stages
+    return tuple(TensorForward(graph, device) for graph in graphs)
 
 
 def _drop_buffer_news(gm: fx.GraphModule) -> None:
@@ -127,7 +150,8 @@ def run_evaluation(
     values: dict[str, Value] = {v.name: v for v in evaluation.wiring.values}
     bounds = tuple(BoundaryPart(b.name, b.kind, b.dim) for b in evaluation.tail.boundaries)
     everyone = tuple(range(world.size))
-    world.prepare([everyone], [])
+    groups, pairs = connections(programs)
+    world.prepare(sorted({everyone, *groups}), pairs)
 
     def work(transport: Transport) -> Turns[dict[str, Tensor]]:
         program = programs[transport.rank]
@@ -135,7 +159,12 @@ def run_evaluation(
         if program.stage is not None:
             graph = evaluation.stages[program.stage]
             own = tuple(b for b in bounds if b.name in graph.boundaries)
-            stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: forward_code(graph), False)
+            codes = evaluation.wide[program.stage]
+            code = codes[program.tensor] if codes else forward_code(graph)
+            group = tensor_group(plan, transport.rank)
+            stage = StageWork(
+                program.stage, graph.roles, graph.sends, own, (), lambda _: code, False, together=group
+            )
         executor = Executor(program, values, stage, tensors[transport.rank], None, transport, {})
         result = yield from executor.run(batch)
         joined = yield from gather_parts(transport, everyone, bounds, result.parts, "gathering outputs")
