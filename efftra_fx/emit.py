@@ -44,6 +44,7 @@ def emit(
     groups: Sequence[str] = (),
     into: Sequence[int] | None = None,
     overwrite: bool = False,
+    boxed: bool = False,
 ) -> Emitted:
     """Generate, compile and return the function that computes `gm`.
 
@@ -59,11 +60,14 @@ def emit(
     them with `overwrite`, and are returned as those very tensors. A matrix product is added
     by the product itself, without a tensor of its own.
 
+    With `boxed` every operator is called through its boxed overload and none writes over an
+    operand: slower, for comparison.
+
     The function is re-entrant and may run in several threads at once.
 
     Raises `EmitError` for a graph that is not flat or whose groups don't add up.
     """
-    writer = _Writer(gm, name, find_sums(gm.graph, into or (), overwrite), into is not None)
+    writer = _Writer(gm, name, find_sums(gm.graph, into or (), overwrite), into is not None, boxed)
     source = writer.write(takes, gives, consumes, groups)
     file = f"<efftra {name} {next(_FILES)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -76,12 +80,13 @@ def emit(
 class _Writer:
     """The text of one function and the global names that it needs."""
 
-    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums, adds: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums, adds: bool, boxed: bool) -> None:
         self.gm = gm
         self.name = name
         self.sums = sums
         self.adds = adds
-        self.reuse = find_reuse(gm.graph)
+        self.boxed = boxed
+        self.reuse = {} if boxed else find_reuse(gm.graph)
         self.names: dict[str, Any] = {}
         self.constants: dict[int, str] = {}
         self.taken = {node.name for node in gm.graph.nodes} | {name, *sums.buffers}
@@ -159,7 +164,7 @@ class _Writer:
             return f"{first}.{over.method}({', '.join(rest)})"
         spelling = Spelling(cast(Callable[..., Any], node.target))
         if isinstance(node.target, torch._ops.OpOverload):
-            spelling = _spell(node)
+            spelling = Spelling(private.boxed(node.target)) if self.boxed else _spell(node)
         texts = [self.text(value) for value in spelling.positional(node.args)]
         texts += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
         if spelling.function is None:

@@ -48,9 +48,9 @@ _KNOWN: dict[Any, Spelling] = {}
 
 def spell(overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spelling:
     """Return the cheapest spelling of a call of `overload`; tensors among the arguments stand for their kind only."""
-    key = (overload, tree_map(_kind, (tuple(args), tuple(sorted(kwargs.items())))).__repr__())
+    args, kwargs = tree_map(_blank, (tuple(args), dict(kwargs)))
+    key = (overload, repr(tree_map(_kind, (args, sorted(kwargs.items())))))
     if key not in _KNOWN:
-        args, kwargs = tree_map(_blank, (tuple(args), dict(kwargs)))
         found = (trial for trial in _spellings(overload, args, kwargs) if reaches(trial, overload, args, kwargs))
         _KNOWN[key] = next(found, Spelling(private.boxed(overload)))
     return _KNOWN[key]
@@ -87,7 +87,7 @@ def reaches(
 ) -> bool:
     """Tell whether a spelling asks the dispatcher for `overload` with these arguments; nothing is computed."""
     try:
-        with private.below_autograd(), _Trial():
+        with private.below_autograd(), _Trial():  # type: ignore[no-untyped-call]
             spelling(args, kwargs)
     except _Reached as reached:
         return reached.overload is overload and _same(
@@ -106,7 +106,7 @@ class _Reached(Exception):
         self.overload, self.args, self.kwargs = overload, args, kwargs
 
 
-class _Trial(TorchDispatchMode):
+class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Reached(func, args, kwargs or {})
 
@@ -135,6 +135,14 @@ def _kind(value: Any) -> Any:
 
 
 def _blank(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    """Return what stands for a value: nothing is computed, so sizes and symbols do not matter."""
+    match value:
+        case torch.Tensor():
+            return torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")
+        case torch.SymInt():
+            return 2
+        case torch.SymFloat():
+            return 2.0
+        case torch.SymBool():
+            return True
+    return value

@@ -35,11 +35,15 @@ class Product:
     weight: int
     by_rows: bool
 
-    def join(self, lefts: Sequence[Tensor], rights: Sequence[Tensor], into: Tensor | None) -> Tensor:
-        """Return the sum of the products, added into `into` if given."""
+    def join(
+        self, lefts: Sequence[Tensor], rights: Sequence[Tensor], into: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        """Return the sum of the products; if `into` is given, added into it or overwriting it."""
         left = _together(lefts, 0).t() if self.by_rows else _together(lefts, 1)
         right = _together(rights, 0)
-        return torch.mm(left, right) if into is None else into.addmm_(left, right)
+        if into is None:
+            return torch.mm(left, right)
+        return torch.mm(left, right, out=into) if overwrite else into.addmm_(left, right)
 
 
 def worth_deferring(rows: int, height: int, width: int, item_bytes: int) -> bool:
