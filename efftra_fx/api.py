@@ -22,7 +22,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
 from efftra_fx.cost import CostTable
 from efftra_fx.dump import print_dot, print_graph, write_dumps
-from efftra_fx.errors import EfftraError, InputError, PlanError
+from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
@@ -32,6 +32,7 @@ from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
+from efftra_fx.request import check_subjects, read_options
 from efftra_fx.runtime.executor import Batch, Executor, StepResult
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, read_call
@@ -103,24 +104,17 @@ def compile(
 
     Raises an `EfftraError` that says what cannot be had and why.
     """
-    if isinstance(plan, (str, Path)):
-        plan = Plan.load(plan)
-    fixed = {"stages": stages, "replicas": replicas, "micro_batches": micro_batches, "schedule": schedule, "cuts": cuts}
-    doubled = [name for name, value in fixed.items() if value is not None]
-    if plan is not None and doubled:
-        raise PlanError(f"plan= fixes everything, so {doubled[0]}= cannot be given too")
-    if isinstance(costs, str) and costs not in ("measured", "estimated"):
-        raise PlanError(f"costs must be 'measured', 'estimated' or a CostTable, got {costs!r}")
-    options = Options(
+    check_subjects(model, cluster, loss_fn, timeout)
+    options = read_options(
         loss_fn=loss_fn,
         stages=stages,
-        replicas=None if replicas is None else tuple(replicas),
+        replicas=replicas,
         micro_batches=micro_batches,
         schedule=schedule,
         plan=plan,
-        cuts=None if cuts is None else tuple(cuts),
-        tensor=None if tensor is None else tuple(tensor),
-        batch_dims=dict(batch_dims or {}),
+        cuts=cuts,
+        tensor=tensor,
+        batch_dims=batch_dims,
         costs=costs,
         optimizer_states=optimizer_states,
     )
@@ -286,6 +280,7 @@ class CompiledModel:
 
         A form that was not met before is captured now.
         """
+        world = self.world
         problem: EfftraError | None = None
         found: tuple[Call, tuple[Tensor, ...]] | None = None
         form, new = -1, ""
@@ -297,7 +292,7 @@ class CompiledModel:
         except EfftraError as error:
             problem = error
         self.calls += 1
-        agree_on_batch(self.world, problem, self.calls, describe_batch(*found) if found is not None else "", form)
+        agree_on_batch(world, problem, self.calls, describe_batch(*found) if found is not None else "", form)
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)

@@ -1,0 +1,133 @@
+"""What a user asks of a compilation, checked before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from efftra_fx.cluster import Cluster
+from efftra_fx.compiler import Options
+from efftra_fx.cost import CostTable
+from efftra_fx.errors import ClusterError, InputError, LossError, PlanError
+from efftra_fx.plan import SCHEDULES, Plan
+
+
+def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: float) -> None:
+    """Raise InputError, ClusterError or LossError where one of them is not what it must be."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be an nn.Module, got {type(model).__name__}; wrap it in a module")
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(
+            f"cluster must be a Cluster, got {type(cluster).__name__}; use Cluster.from_env(), Cluster.local(n) or "
+            "Cluster.load(file)"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise LossError(f"loss_fn must be a function of output and target, got {type(loss_fn).__name__}")
+    if not timeout_s > 0:
+        raise InputError(f"timeout must be more than 0 seconds, got {timeout_s:g}")
+
+
+def read_options(
+    *,
+    loss_fn: Callable[..., Any] | None,
+    stages: int | None,
+    replicas: Sequence[int] | None,
+    micro_batches: int | None,
+    schedule: str | None,
+    plan: Plan | str | Path | None,
+    cuts: Sequence[str] | None,
+    tensor: Sequence[int] | None,
+    batch_dims: Mapping[str, int | None] | None,
+    costs: CostTable | str,
+    optimizer_states: float,
+) -> Options:
+    """Return the options of a compilation; raise PlanError where they cannot be meant, or not together."""
+    stages, micro_batches = _count("stages", stages), _count("micro_batches", micro_batches)
+    replicas, tensor = _counts("replicas", replicas), _counts("tensor", tensor)
+    if schedule not in (None, *SCHEDULES):
+        raise PlanError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    paths = _paths(cuts)
+    fixed = {
+        "stages": stages,
+        "replicas": replicas,
+        "micro_batches": micro_batches,
+        "schedule": schedule,
+        "cuts": paths,
+        "tensor": tensor,
+    }
+    _agree(fixed)
+    chosen = _plan(plan, [name for name, value in fixed.items() if value is not None])
+    if not isinstance(costs, CostTable) and costs not in ("measured", "estimated"):
+        raise PlanError(f"costs must be 'measured', 'estimated' or a CostTable, got {costs!r}")
+    if not optimizer_states >= 0:
+        raise PlanError(
+            f"optimizer_states must be 0 or more bytes for each byte of parameters, got {optimizer_states:g}"
+        )
+    return Options(
+        loss_fn=loss_fn,
+        stages=stages,
+        replicas=replicas,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        plan=chosen,
+        cuts=paths,
+        tensor=tensor,
+        batch_dims=dict(batch_dims or {}),
+        costs=costs,
+        optimizer_states=optimizer_states,
+    )
+
+
+def _count(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name} must be a whole number of 1 or more, got {value!r}")
+    return value
+
+
+def _counts(name: str, values: object) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
+        raise PlanError(f"{name} must list a number for each stage, got {values!r}; for one stage write (2,)")
+    numbers = tuple(_count(f"{name}[{index}]", value) for index, value in enumerate(values))
+    return tuple(number for number in numbers if number is not None)
+
+
+def _paths(cuts: object) -> tuple[str, ...] | None:
+    if cuts is None:
+        return None
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(path, str) for path in cuts):
+        raise PlanError(f"cuts must list the modules at which stages begin, got {cuts!r}; for one cut write ['layer']")
+    return tuple(cuts)
+
+
+def _agree(fixed: Mapping[str, Any]) -> None:
+    """Raise PlanError where two of the fixed parts say different numbers of stages."""
+    counts: dict[str, int] = {}
+    for name, value in fixed.items():
+        if value is not None and name in ("stages", "replicas", "cuts", "tensor"):
+            counts[name] = value if name == "stages" else len(value) + (name == "cuts")
+    (first, expected), *others = counts.items() if counts else [("", 0)]
+    for name, count in others:
+        if count != expected:
+            raise PlanError(
+                f"{first}={fixed[first]!r} makes {expected} stages but {name}={fixed[name]!r} is for {count}; "
+                "give one of them, or make them agree"
+            )
+
+
+def _plan(plan: object, doubled: Sequence[str]) -> Plan | None:
+    if plan is None:
+        return None
+    if doubled:
+        raise PlanError(f"plan= fixes everything, so {doubled[0]}= cannot be given too; leave one of them out")
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan must be a Plan or the path of its file, got {type(plan).__name__}")
+    return plan
