@@ -46,7 +46,7 @@ class Block(nn.Module):
         query, key, value = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.drop(self.mix(mixed.transpose(1, 2).reshape(rows, length, width)))
-        return x + self.drop(self.down(F.gelu(self.up(self.second(x)), approximate="tanh")))
+        return x + self.drop(self.down(F.gelu(self.up(self.second(x)), approximate="tanh")))  # type: ignore[no-any-return]
 
 
 class Detached(nn.Module):
@@ -59,10 +59,10 @@ class Detached(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "detach":
-            return x * self.one(x).detach() + self.two(x)
+            return x * self.one(x).detach() + self.two(x)  # type: ignore[no-any-return]
         with torch.no_grad():
             weight = self.one(x).softmax(-1)
-        return x * weight + self.two(x)
+        return x * weight + self.two(x)  # type: ignore[no-any-return]
 
 
 class Mixed(nn.Module):
@@ -125,7 +125,7 @@ def _indexing(x: Tensor, weight: Tensor) -> Tensor:
 def _complex(x: Tensor, weight: Tensor) -> Tensor:
     spectrum = torch.fft.rfft(x, dim=-1)
     turned = torch.view_as_complex(torch.stack([weight, weight.sin()], -1))
-    return torch.fft.irfft(spectrum * turned, n=x.shape[-1])
+    return torch.fft.irfft(spectrum * turned, n=x.shape[-1])  # type: ignore[no-any-return]
 
 
 def _many(x: Tensor, weight: Tensor) -> Any:

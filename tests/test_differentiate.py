@@ -27,10 +27,7 @@ ROUNDED = {"gru", "norms"}
 
 def differentiate_case(case: Case, **options: Any) -> Differentiated:
     output = next(iter(reversed(case.gm.graph.nodes))).args[0]
-    grad_outputs = [
-        index in case.results and has_gradient(node.meta["val"])
-        for index, node in enumerate(output)  # type: ignore
-    ]
+    grad_outputs = [index in case.results and has_gradient(node.meta["val"]) for index, node in enumerate(output)]
     return differentiate(
         case.gm, case.values, wrt=case.wrt, grad_outputs=grad_outputs, weight_inputs=case.weights, **options
     )
@@ -181,7 +178,7 @@ def test_plain_numbers_are_built_in() -> None:
 
 def test_outputs_without_incoming_gradient_need_none() -> None:
     x, w = torch.randn(4, 2), torch.randn(3, 2)
-    flags = dict(wrt=(True, True, False, False), weight_inputs=(True, False, False, False))
+    flags: dict[str, Any] = dict(wrt=(True, True, False, False), weight_inputs=(True, False, False, False))
     found = differentiate(linear(), [w, x, torch.empty(5), 0], grad_outputs=(False, True, False, False), **flags)
     _, stash = found.forward.function([w, x, None, 0])
     inputs, weights = found.backward.function(stash, [torch.ones(4, 3)])

@@ -175,7 +175,7 @@ def add_into(build: Callable[..., Any], *names: str, overwrite: bool = False, **
         if node.op == "placeholder":
             node.meta["val"] = values[node.name]
         elif node.op == "call_function":
-            node.meta["val"] = node.target(*tree_map(_value, node.args), **node.kwargs)  # type: ignore[operator]
+            node.meta["val"] = node.target(*tree_map(_value, node.args), **node.kwargs)
     run = emit(gm, into=[0], overwrite=overwrite)
     wanted = gm(**values)[0]
     into = torch.ones_like(wanted)
@@ -274,7 +274,7 @@ def test_every_operator_is_spelled_as_the_overload_that_the_graph_names(name: st
         torch.manual_seed(0)
         wanted = node.target(*real_args, **real_kwargs)
         torch.manual_seed(0)
-        with private.below_autograd(), _Seen() as seen:  # type: ignore[no-untyped-call]
+        with private.below_autograd(), _Seen() as seen:
             found = spelling(real_args, real_kwargs)
         assert seen.overloads == [node.target]
         for one, other in zip(_tensors(found), _tensors(wanted), strict=True):
@@ -320,8 +320,8 @@ def test_autograd_nodes_are_numbered_in_order() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     assert private.sequence_number() > before
     numbers: list[int] = []
-    x.register_hook(lambda grad: numbers.append(private.running_sequence_number()))
-    x.sum().backward()
+    x.register_hook(lambda grad: numbers.append(private.running_sequence_number()))  # type: ignore[no-untyped-call]
+    x.sum().backward()  # type: ignore[no-untyped-call]
     assert private.running_sequence_number() == -1
     assert before <= numbers[0] < private.sequence_number()
 

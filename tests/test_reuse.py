@@ -25,7 +25,7 @@ def graph_of(build: Callable[[fx.Graph, fx.Node, fx.Node], Any]) -> fx.GraphModu
             node.meta["val"] = torch.empty(4, 4)
         elif node.op == "call_function":
             args = tree_map(lambda value: value.meta["val"] if isinstance(value, fx.Node) else value, node.args)
-            node.meta["val"] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+            node.meta["val"] = node.target(*args, **node.kwargs)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
