@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
 from efftra_fx.dump import print_dot, print_graph
-from efftra_fx.errors import BatchError, CaptureError, InputError, MemoryPlanError, PlanError
-from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH
+from efftra_fx.errors import BatchError, CaptureError, CoverageError, InputError, LossError, MemoryPlanError, PlanError
+from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import Rules, evaluate
@@ -197,6 +197,13 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
             "take sizes from the tensors (x.shape[0]) and not from constants, or say batch_dims={name: None} "
             "for a tensor that carries no batch"
         )
+    roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
+    parameters = [role for role in roles if role.kind == "parameter"]
+    if parameters and not any(role.trainable for role in parameters):
+        raise LossError(
+            f"none of the {len(parameters)} parameters is trainable, so there is nothing to train; "
+            "set requires_grad on some, or use the model without compiling it"
+        )
     if options.check_capture:
         begin = time.perf_counter()
         whole = tensors if captured.guards is not None and rows > 1 else small  # answers are those of all rows
@@ -322,6 +329,11 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
         schedule = "gpipe"
     try:
         if options.plan is not None:
+            if options.plan.blocks != len(names):
+                raise CoverageError(
+                    f"the plan is for a model of {options.plan.blocks} blocks, but this one has {len(names)}; "
+                    "give a plan of this model, or leave plan= out to search for one"
+                )
             verify_plan(options.plan, len(names), cluster)
             chain = _with_widths(front, chain, {stage.tensor for stage in options.plan.stages})
             return _priced(options.plan, chain, cluster, front.rows, options)
@@ -390,7 +402,9 @@ def _wide_plan(
     counts = tuple(r * t for r, t in zip(replicas, widths, strict=True))
     devices = len(cluster.devices)
     if sum(counts) > devices:
-        raise PlanError(f"tensor={widths} with replicas={replicas} needs {sum(counts)} devices, the cluster has {devices}")
+        raise PlanError(
+            f"tensor={widths} with replicas={replicas} needs {sum(counts)} devices, the cluster has {devices}"
+        )
     asked = replace(options, stages=stages, replicas=counts, tensor=None)
     if options.cuts is not None:
         plan = _cut_plan(front.gm, names, cluster, asked, schedule)
@@ -480,7 +494,10 @@ def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:
         expected = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
         shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, expected))}]"
         if tensor.dtype != example.dtype or tensor.ndim != example.ndim:
-            raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+            raise InputError(
+                f"argument '{name}': compiled for {shape}, got {describe(tensor)}; convert it, or compile again with "
+                "such an example"
+            )
         for d, size in enumerate(tensor.shape):
             if d != dim and size != example.shape[d]:
                 raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")

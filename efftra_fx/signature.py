@@ -81,8 +81,9 @@ def difference(expected: Call, found: Call) -> str | None:
     before = {leaf.name: leaf for leaf in expected.leaves}
     after = {leaf.name: leaf for leaf in found.leaves}
     if expected.has_target != found.has_target:
-        what = ("a target", "none") if expected.has_target else ("no target", "one")
-        return f"target: compiled with {what[0]}, got {what[1]}"
+        if expected.has_target:
+            return "target: compiled with a target, got none; give target="
+        return "target: compiled without a target, got one; leave target= out, or compile again with example_target="
     for name in before:
         if name not in after and before[name] != Leaf(name, False, None):
             return f"argument '{name}' is missing; it was there when the step was compiled"
