@@ -36,6 +36,7 @@ def main() -> None:
     joined = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     source = torch.frombuffer(bytearray(joined[:1_000_000]), dtype=torch.uint8).long()
     shape = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, use_cache=False)
+    shape.bos_token_id = shape.eos_token_id = None
     shape.resid_pdrop = shape.embd_pdrop = shape.attn_pdrop = 0.0
     model = GPT2LMHeadModel(shape)
 
