@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.collectives import Ranges, take
 from efftra_fx.compiler import Back, Front, Options, Progress, Report, back_end, choose_plan, cost_chain
 from efftra_fx.cost import Chain
-from efftra_fx.errors import EfftraError
+from efftra_fx.errors import EfftraError, ReduceOrderError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
 from efftra_fx.passes.shard_code import TensorCode, TensorForward, tensor_code
@@ -24,7 +25,7 @@ from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
-from efftra_fx.program import AllReduce, Join, Message, RankProgram, ReduceLoss, Value
+from efftra_fx.program import AllReduce, Join, Load, Message, RankProgram, ReduceLoss, Value
 from efftra_fx.runtime.executor import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.world import World
@@ -293,6 +294,35 @@ def stage_times(chain: Chain, plan: Plan, rows: int) -> tuple[tuple[float, float
         part = size / stage.replicas
         times.append((sum(b.forward.at(part) for b in blocks), sum(b.backward.at(part) for b in blocks)))
     return tuple(times)
+
+
+def check_meetings(programs: Mapping[int, RankProgram], works: Mapping[int, StageWork | None], world: World) -> None:
+    """Check that ranks of a tensor group meet in the same sums in the same order; a collective call.
+
+    Raises ReduceOrderError naming two ranks and the first sums that differ.
+    """
+    if all(program.width == 1 for program in programs.values()):
+        return
+    mine = []
+    for rank, work in works.items():
+        if work is not None and work.together:
+            cells = [i for i in programs[rank].instructions if isinstance(i, Load)]
+            sizes = sorted({cell.stop - cell.start for cell in cells})
+            mine.append([rank, list(work.together), [f"{rows} rows {m}" for rows in sizes for m in _meetings(work, rows)]])
+    first: dict[tuple[int, ...], tuple[int, list[str]]] = {}
+    for rank, group, sums in sorted(one for some in world.gather(mine) for one in some):
+        other, expected = first.setdefault(tuple(group), (rank, sums))
+        for here, there in zip_longest(expected, sums, fillvalue="nothing"):
+            if here != there:
+                raise ReduceOrderError(
+                    f"rank {rank} sums {there} where rank {other} of its tensor group sums {here}; "
+                    "all ranks of a group must meet in the same sums in the same order"
+                )
+
+
+def _meetings(work: StageWork, rows: int) -> tuple[str, ...]:
+    code = work.code(rows)
+    return code.meetings if isinstance(code, TensorCode | TensorForward) else ()
 
 
 def connections(programs: Mapping[int, RankProgram]) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
