@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.build import Built, agreed_plan, connections, make_bar, measured_chain, place, stage_times
+from efftra_fx.build import Built, agreed_plan, check_meetings, connections, make_bar, measured_chain, place, stage_times
 from efftra_fx.check import CheckReport, compare_gradients, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
@@ -246,6 +246,7 @@ class CompiledModel:
             )
             for t in self.world.transports
         }
+        check_meetings(programs, built.works, self.world)
         self.report.timed("differentiate", begin)
         self._executors[form, rows] = (programs, executors)
         return executors

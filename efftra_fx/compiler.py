@@ -23,6 +23,7 @@ from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import Rules, evaluate
+from efftra_fx.passes.explain import explain
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.partition import Planned, partition, shortage
@@ -358,16 +359,16 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
 
 
 def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, schedule: str | None) -> Planned:
-    return partition(
-        chain,
-        cluster,
-        front.rows,
-        stages=options.stages,
-        replicas=options.replicas,
-        micro_batches=options.micro_batches,
-        schedule=schedule,
-        optimizer_bytes_per_parameter_byte=options.optimizer_states,
-    )
+    fixed: dict[str, Any] = {
+        "stages": options.stages,
+        "replicas": options.replicas,
+        "micro_batches": options.micro_batches,
+        "schedule": schedule,
+        "optimizer_bytes_per_parameter_byte": options.optimizer_states,
+    }
+    planned = partition(chain, cluster, front.rows, **fixed)
+    why = explain(planned, chain, cluster, front.rows, **fixed)
+    return replace(planned, plan=replace(planned.plan, explanation=why))
 
 
 def _with_widths(front: Front, chain: Chain, widths: set[int]) -> Chain:
@@ -457,8 +458,11 @@ def _first_block(gm: fx.GraphModule, path: str) -> int:
     return min(found)
 
 
-def back_end(front: Front, plan: Plan, report: Report) -> Back:
-    """Cut the graph into the plan's stages and describe what crosses between them."""
+def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None) -> Back:
+    """Cut the graph into the plan's stages and describe what crosses between them.
+
+    With `like`, tensor groups hold parameters as they do there.
+    """
     begin = time.perf_counter()
     gm = AssignStages(tuple(stage.stop_block for stage in plan.stages))(front.gm)
     stages = split_stages(gm, len(plan.stages))
@@ -473,7 +477,7 @@ def back_end(front: Front, plan: Plan, report: Report) -> Back:
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     begin = time.perf_counter()
-    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring)
+    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like and like.sharded)
     for index, one in enumerate(sharded):
         for rank, graph in enumerate(one.stages if one is not None else ()):
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)

@@ -108,7 +108,7 @@ def lay_out(base: Built, front: Front, world: World) -> Built:
         plan = replace(plan, schedule="gpipe", in_flight=1)
     owners = {p.name: p.stages for p in base.back.wiring.parameters}
     try:
-        back = back_end(front, _same_cuts(front, plan, owners), Report())
+        back = back_end(front, _same_cuts(front, plan, owners), Report(), base.back)
     except PlanError as error:
         raise InputError(f"this form of batch does not fit the plan: {error}; compile for it instead") from error
     for parameter in back.wiring.parameters:

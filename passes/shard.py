@@ -66,11 +66,16 @@ def shard_stage(
 
 
 def shard_stages(
-    stages: Sequence[StageGraph], widths: Sequence[int], wiring: Wiring, prices: Prices | None = None
+    stages: Sequence[StageGraph],
+    widths: Sequence[int],
+    wiring: Wiring,
+    prices: Prices | None = None,
+    like: Sequence[Sharded | None] | None = None,
 ) -> tuple[Wiring, tuple[Sharded | None, ...]]:
     """Shard the stages that are wider than one rank, and write into the wiring whose gradients are partial sums.
 
-    A parameter that several stages read, one of them wide, is held whole by all of their ranks.
+    A parameter that several stages read, one of them wide, is held whole by all of their ranks. With `like`,
+    parameters lie as they do there.
     """
     tied = {
         p.name: COPIED if p.trainable else WHOLE
@@ -78,9 +83,12 @@ def shard_stages(
         if len(p.stages) > 1 and any(widths[s] > 1 for s in p.stages)
     }
     trained = frozenset(p.name for p in wiring.parameters if p.trainable)
+    before = like if like is not None else (None,) * len(stages)
     sharded = tuple(
-        shard_stage(stage, width, prices, tied, trained) if width > 1 else None
-        for stage, width in zip(stages, widths, strict=True)
+        shard_stage(stage, width, prices, {**tied, **(one.parameters if one is not None else {})}, trained)
+        if width > 1
+        else None
+        for stage, width, one in zip(stages, widths, before, strict=True)
     )
     partial = {n for one in sharded if one is not None for n, p in one.parameters.items() if p.kind == "copied"}
     parameters = tuple(replace(p, partial=True) if p.name in partial else p for p in wiring.parameters)
