@@ -22,6 +22,7 @@ from .replay import in_flight, lower_bounds, missing_bytes, steps
 from .rules import Rules
 from .table import Floats, Ints, Layout, Table
 
+ROUNDING = 1 + 1e-9  # a bound may come out a little above a step that it equals
 CLOSE = 1.0001  # times the lower bound: good enough to stop
 
 
@@ -129,7 +130,7 @@ class Search:
             flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)
             missing = missing_bytes(prices, flying)
             self.note_misfits(layout, setting, batch, missing, bounds)
-            alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s))[0]
+            alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s * ROUNDING))[0]
             if len(alive) == 0:
                 continue
             kept = prices.take(alive)

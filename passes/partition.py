@@ -304,7 +304,7 @@ def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape
     for value, index, micro, layout, starts in seeds:
         if search.enough() or value > 1.5 * search.least_s:
             break
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 2, 2)
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 3, 2)
         if front:
             better.append((front[0][0], index, micro, layout, [shape for _, shape in front] + starts[:4]))
     better.sort(key=lambda one: one[:3])
@@ -312,7 +312,7 @@ def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape
         if search.enough() or value > 1.1 * search.least_s:
             break
         tried = {micro}
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 3, 12)
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 4, 12)
         while len(micros) > 1 and front:
             values = {}
             shapes = [shape for _, shape in front]

@@ -37,6 +37,8 @@ class Neighbourhood:
         if request.replicas is None and request.stages is None:
             yield from self.joined(shape)
             yield from self.split(shape)
+            if len(shape[1]) <= PAIRS // 2:
+                yield from self.split_with_help(shape)
         if len(self.widths) > 1:
             yield from self.other_ways(shape)
 
@@ -114,7 +116,7 @@ class Neighbourhood:
         cuts, counts, ways, skip = shape
         for index in range(len(counts) - 1):
             count = counts[index] + counts[index + 1]
-            for way in {ways[index], ways[index + 1]}:
+            for way in sorted({ways[index], ways[index + 1]}):
                 if count % self.widths[way] == 0:
                     yield (
                         (*cuts[: index + 1], *cuts[index + 2 :]),
@@ -125,26 +127,45 @@ class Neighbourhood:
 
     def split(self, shape: Shape) -> Iterator[Shape]:
         """One stage as two, its devices shared by work, one more or less."""
+        for index in range(len(shape[1])):
+            yield from self.split_one(shape, index, 12)
+
+    def split_one(self, shape: Shape, index: int, most: int) -> Iterator[Shape]:
+        """Stage `index` as two, at no more than about `most` spots."""
         cuts, counts, ways, skip = shape
-        for index, count in enumerate(counts):
-            low, high, width = cuts[index], cuts[index + 1], self.widths[ways[index]]
-            spots = [spot for spot in self.coarse if low < spot < high]
-            if len(spots) > 12:
-                spots = spots[:: -(-len(spots) // 12)] + [spots[-1]]
-            if high - low > 1 and not spots:
-                spots = [(low + high) // 2]
-            total = self.work[high] - self.work[low]
-            for spot in spots:
-                part = (self.work[spot] - self.work[low]) / total if total > 0 else 0.5
-                middle = round(part * count / width) * width
-                for first in {middle - width, middle, middle + width}:
-                    if 0 < first < count:
-                        yield (
-                            (*cuts[: index + 1], spot, *cuts[index + 1 :]),
-                            (*counts[:index], first, count - first, *counts[index + 1 :]),
-                            (*ways[: index + 1], ways[index], *ways[index + 1 :]),
-                            skip,
-                        )
+        count, low, high, width = counts[index], cuts[index], cuts[index + 1], self.widths[ways[index]]
+        spots = [spot for spot in self.coarse if low < spot < high]
+        if len(spots) > most:
+            spots = spots[:: -(-len(spots) // most)] + [spots[-1]]
+        if high - low > 1 and not spots:
+            spots = [(low + high) // 2]
+        total = self.work[high] - self.work[low]
+        for spot in spots:
+            part = (self.work[spot] - self.work[low]) / total if total > 0 else 0.5
+            middle = round(part * count / width) * width
+            for first in (middle - width, middle, middle + width):
+                if 0 < first < count:
+                    yield (
+                        (*cuts[: index + 1], spot, *cuts[index + 1 :]),
+                        (*counts[:index], first, count - first, *counts[index + 1 :]),
+                        (*ways[: index + 1], ways[index], *ways[index + 1 :]),
+                        skip,
+                    )
+
+    def split_with_help(self, shape: Shape) -> Iterator[Shape]:
+        """One stage as two, with a device from another stage or an unused one."""
+        cuts, counts, ways, skip = shape
+        for index in range(len(counts)):
+            for donor in range(-1, len(counts)):
+                given = self.widths[ways[index]]
+                changed = list(counts)
+                changed[index] += given
+                if donor >= 0:
+                    changed[donor] -= given
+                whole = donor != index and (donor < 0 or self.whole(changed, ways, (donor, index)))
+                if whole and sum(changed) <= self.size:
+                    room = self.size - sum(changed)
+                    yield from self.split_one((cuts, tuple(changed), ways, min(skip, room)), index, 6)
 
     def other_ways(self, shape: Shape) -> Iterator[Shape]:
         """Another width, or recompute, for one stage or for all."""
@@ -191,7 +212,7 @@ def refine(
     starts = list(dict.fromkeys(starts))
     if not starts:
         return []
-    values = search.offer(layout, micro_batches, settings, to_batch(starts))
+    values = search.offer(layout, micro_batches, settings, to_batch(starts), 2.0)
     known.update(zip(starts, values.tolist(), strict=True))
     front = ranked(known, beam)
     expanded: set[Shape] = set()
@@ -205,7 +226,7 @@ def refine(
             break
         shapes = list(fresh)
         worst = front[-1][0] if len(front) == beam else np.inf
-        prune = min(1.1, worst / search.least_s) if np.isfinite(search.least_s) and np.isfinite(worst) else 1.1
+        prune = min(1.15, worst / search.least_s) if np.isfinite(search.least_s) and np.isfinite(worst) else 1.15
         values = search.offer(layout, micro_batches, settings, to_batch(shapes), max(prune, 1.0))
         known.update(zip(shapes, values.tolist(), strict=True))
         front = ranked(known, beam)
