@@ -52,6 +52,8 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
     """The whole explanation as text; `fixed` are the keyword arguments that `partition` was given."""
     rules = rules_of(fixed)
     lines = [
+        *about_stages(planned.plan, chain),
+        "",
         *about_formula(planned.plan, planned.figures),
         "",
         *about_memory(planned.plan, planned.figures, cluster),
@@ -67,6 +69,20 @@ def rules_of(fixed: dict[str, Any]) -> Rules:
     """The rules that `partition` makes of its keyword arguments."""
     names = ("overlap", "whole_rows", "forwarded_skips", "optimizer_bytes_per_parameter_byte")
     return Rules(**{name: fixed[name] for name in names if name in fixed})
+
+
+def about_stages(plan: Plan, chain: Chain) -> list[str]:
+    """Where the blocks went, under their own names."""
+    lines = [f"{plan.micro_batches} micro-batch(es), schedule {plan.schedule}"]
+    for index, stage in enumerate(plan.stages):
+        blocks = [chain.blocks[block] for block in stage.blocks]
+        held = sum(block.parameter_bytes for block in blocks) / 1e6
+        width = f", {stage.tensor} wide" if stage.tensor > 1 else ""
+        lines.append(
+            f"stage {index}: {blocks[0].name} to {blocks[-1].name} ({len(blocks)} block(s), {held:.4g} MB held)"
+            f" on {'device' if len(stage.devices) == 1 else 'devices'} {', '.join(map(str, stage.devices))}{width}"
+        )
+    return lines
 
 
 def terms(plan: Plan, stages: tuple[StageFigures, ...]) -> list[StageTerms]:
@@ -177,6 +193,10 @@ def about_others(planned: Planned, chain: Chain, cluster: Cluster, rows: int, ru
             lines.append(f"  {other.label}: does not fit the memory")
             continue
         figures = evaluate(other.plan, chain, cluster, rows, rules)
+        ratio = f"{milli(figures.step_s)} ms ({figures.step_s / planned.step_s - 1:+.1%})"
+        if figures.step_s < planned.step_s:
+            lines.append(f"  {other.label}: {ratio}, but not with what was fixed")
+            continue
         part = parts(other.plan, figures)
         more = {
             "its steady state": part.periods * part.period_s - mine.periods * mine.period_s,
@@ -184,10 +204,7 @@ def about_others(planned: Planned, chain: Chain, cluster: Cluster, rows: int, ru
             "its last way back and all-reduces": part.tail_s - mine.tail_s,
         }
         worst = max(more, key=lambda name: more[name])
-        lines.append(
-            f"  {other.label}: {milli(figures.step_s)} ms (+{figures.step_s / planned.step_s - 1:.1%});"
-            f" loses {milli(more[worst])} ms in {worst} ({part.bound})"
-        )
+        lines.append(f"  {other.label}: {ratio}; loses {milli(more[worst])} ms in {worst} ({part.bound})")
     return lines
 
 
