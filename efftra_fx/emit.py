@@ -44,6 +44,7 @@ def emit(
     groups: Sequence[str] = (),
     into: Sequence[int] | None = None,
     overwrite: bool = False,
+    tells: bool = False,
     boxed: bool = False,
 ) -> Emitted:
     """Generate, compile and return the function that computes `gm`.
@@ -58,7 +59,8 @@ def emit(
     With `into` the function takes one more argument, a sequence of tensors, one for each of the
     outputs that `into` lists by index: these outputs are added into them, or overwrite
     them with `overwrite`, and are returned as those very tensors. A matrix product is added
-    by the product itself, without a tensor of its own.
+    by the product itself, without a tensor of its own. With `tells` one more argument follows, a
+    function that is told the position of each of these tensors as soon as it is complete.
 
     With `boxed` every operator is called through its boxed overload and none writes over an
     operand: slower, for comparison.
@@ -67,7 +69,7 @@ def emit(
 
     Raises `EmitError` for a graph that is not flat or whose groups don't add up.
     """
-    writer = _Writer(gm, name, find_sums(gm.graph, into or (), overwrite), into is not None, boxed)
+    writer = _Writer(gm, name, find_sums(gm.graph, into or (), overwrite), into is not None, tells, boxed)
     source = writer.write(takes, gives, consumes, groups)
     file = f"<efftra {name} {next(_FILES)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -80,11 +82,12 @@ def emit(
 class _Writer:
     """The text of one function and the global names that it needs."""
 
-    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums, adds: bool, boxed: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, sums: Sums, adds: bool, tells: bool, boxed: bool) -> None:
         self.gm = gm
         self.name = name
         self.sums = sums
         self.adds = adds
+        self.tells = tells
         self.boxed = boxed
         self.reuse = {} if boxed else find_reuse(gm.graph)
         self.names: dict[str, Any] = {}
@@ -104,8 +107,10 @@ class _Writer:
         hints = [*groups, *(f"group_{index}" for index in range(len(groups), len(takes or ())))]
         names = [self.fresh(hint) for hint in hints]
         buffers = self.fresh("buffers")
+        tell = self.fresh("tell")
         arguments = [node.name for node in inputs] if takes is None else list(names)
         arguments += [buffers] if self.adds else []
+        arguments += [tell] if self.tells else []
         body = [] if takes is None else _unpack(inputs, takes, names, consumes)
         if self.adds:
             body.append(f"[{', '.join(self.sums.buffers)}] = {buffers}")
@@ -119,6 +124,8 @@ class _Writer:
                 module = here
                 body.append(f"# {module}")
             body += [*self.statement(node), *_delete(last.get(node, []))]
+            if self.tells:
+                body += [f"{tell}({index})" for index in self.sums.finals.get(node, ())]
         guard = self.constant(private.below_autograd, "below_autograd")
         lines = [f"def {self.name}({', '.join(arguments)}):", f"    with {guard}():"]
         return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"

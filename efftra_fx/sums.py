@@ -49,6 +49,7 @@ class Sums:
     inlined: dict[fx.Node, Statement] = field(default_factory=dict)
     added: dict[fx.Node, list[tuple[str, bool]]] = field(default_factory=dict)
     dissolved: set[fx.Node] = field(default_factory=set)
+    finals: dict[fx.Node, list[int]] = field(default_factory=dict)  # behind which node which buffers are complete
 
 
 def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
@@ -67,6 +68,7 @@ def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
         sums.results[index] = buffer
         alone = len(node.users) == 1 and sum(value is node for value in results) == 1
         terms = sorted(_terms(node, alone, sums.dissolved), key=lambda term: order[term[0]])
+        sums.finals.setdefault(terms[-1][0], []).append(len(sums.buffers) - 1)
         for position, (term, single) in enumerate(terms):
             first = overwrite and position == 0
             statement = _inline(term, buffer, first) if single else None

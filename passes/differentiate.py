@@ -73,7 +73,19 @@ class Part:
         """Like `accumulate`, but what the tensors hold before is lost."""
         return self._emit(f"{self.name}_overwrite", self.weights, True)
 
-    def _emit(self, name: str, into: tuple[int, ...] | None = None, overwrite: bool = False) -> Emitted:
+    @cached_property
+    def accumulate_telling(self) -> Emitted:
+        """Like `accumulate`, with one more argument: a function that is told, by position, what is complete."""
+        return self._emit(f"{self.name}_accumulate", self.weights, tells=True)
+
+    @cached_property
+    def overwrite_telling(self) -> Emitted:
+        """Like `overwrite`, telling what is complete as `accumulate_telling` does."""
+        return self._emit(f"{self.name}_overwrite", self.weights, True, True)
+
+    def _emit(
+        self, name: str, into: tuple[int, ...] | None = None, overwrite: bool = False, tells: bool = False
+    ) -> Emitted:
         return emit(
             self.graph,
             name=name,
@@ -83,6 +95,7 @@ class Part:
             groups=self.groups,
             into=into,
             overwrite=overwrite,
+            tells=tells,
         )
 
 

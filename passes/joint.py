@@ -119,7 +119,8 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Any], recorder: Recorder) -> tuple
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    args: Any = fx.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
     before = private.sequence_number()
     try:
         match str(node.target):

@@ -349,3 +349,22 @@ def _real(value: Any) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_a_sum_is_told_as_soon_as_it_is_complete(overwrite: bool) -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+        one = graph.call_function(aten.mm.default, (x, y))
+        other = graph.call_function(aten.mm.default, (y, x))
+        last = graph.call_function(aten.sin.default, (x,))
+        return (graph.call_function(aten.add.Tensor, (one, last)), other)
+
+    run = emit(graph_of(build, "x", "y"), into=[0, 1], overwrite=overwrite, tells=True)
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    into = [torch.ones(3, 3), torch.ones(3, 3)]
+    seen: dict[int, Tensor] = {}
+    run(x, y, into, lambda position: seen.setdefault(position, into[position].clone()))
+    start = 0 if overwrite else 1
+    assert list(seen) == [1, 0]
+    torch.testing.assert_close(seen[1], start + y @ x)
+    torch.testing.assert_close(seen[0], start + (x @ y + x.sin()))
