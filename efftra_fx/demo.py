@@ -95,7 +95,7 @@ def text(cluster: Cluster) -> bool:
 
 def train(program: CompiledModel, batches: list[tuple[Tensor, Tensor]], rate: float) -> None:
     """Print the plan, check a step against one device, train, and compare prediction and measurement."""
-    say(describe(program))
+    say(program.plan.explain())
     program.check(batches[0][0], target=batches[0][1])
     optimizer = torch.optim.AdamW(program.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
@@ -114,20 +114,6 @@ def train(program: CompiledModel, batches: list[tuple[Tensor, Tensor]], rate: fl
     predicted = program.plan.predicted_step_s
     told = "" if predicted is None else f", {predicted * 1e3:.1f} ms predicted"
     say(f"step time: {statistics.median(seconds) * 1e3:.1f} ms measured (median of {len(seconds)}){told}")
-
-
-def describe(program: CompiledModel) -> str:
-    """Return the plan in the model's own names, and what it and plainer plans cost in the simulator."""
-    plan, planned = program.plan, program.built.planned
-    lines = [f"plan: {plan.micro_batches} micro-batch(es), schedule {plan.schedule}"]
-    for index, stage in enumerate(plan.stages):
-        names = f"{stage.names[0]} to {stage.names[-1]}, {len(stage.blocks)} block(s)"
-        lines.append(f"  stage {index} on ranks {list(stage.devices)}: {names}")
-    if planned is not None:
-        lines.append("predicted step, replayed by the simulator on the measured costs:")
-        steps = [("this plan", planned.step_s), *((other.label, other.step_s) for other in planned.alternatives)]
-        lines += [f"  {seconds * 1e3:8.1f} ms  {label}" for label, seconds in steps]
-    return "\n".join([*lines, *plan.explain().splitlines()])
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
