@@ -74,7 +74,10 @@ def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
         if tensor.dtype != example.dtype or tensor.ndim != example.ndim:
             sizes = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
             shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
-            raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+            raise InputError(
+                f"argument '{name}': compiled for {shape}, got {describe(tensor)}; convert it, or compile again with "
+                "such an example"
+            )
         if dim is None:
             continue
         if rows is None:
