@@ -219,7 +219,8 @@ def functional(func: Any) -> Any:
     written = [argument.name for argument in schema.arguments if argument.is_write]
     name = schema.name.rpartition("::")[2]
     wanted = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    if name.endswith("_") and written == [schema.arguments[0].name]:
+    alone = written == [schema.arguments[0].name] and str(schema.arguments[0].type) == "Tensor"
+    if name.endswith("_") and alone:
         packet = getattr(getattr(torch.ops, func.namespace), name[:-1], None)
         for overload in packet.overloads() if packet is not None else ():
             form = getattr(packet, overload)
