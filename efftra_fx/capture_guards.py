@@ -11,31 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, ROLE, Role
 from efftra_fx.places import line_of_caller
 
-_ASKS: frozenset[Any] = frozenset(
-    {
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-        Tensor.__index__,
-        Tensor.item,
-        Tensor.tolist,
-        torch.is_nonzero,
-        torch.equal,
-        torch.allclose,
-    }
-)
+_METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+Ask = Callable[[Any, str, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ class Answers:
             self.by_line.setdefault(line, deque()).append(answer)
             return answer
 
-        with _Asking(ask):
+        with _asking(ask):
             yield
 
     @contextmanager
@@ -92,6 +81,8 @@ class Answers:
         left = {line: deque(answers) for line, answers in self.by_line.items()}
 
         def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+            if not isinstance(value, FakeTensor):
+                return proceed()  # a constant
             if not left.get(line):
                 raise CaptureError(
                     f"{line} asks for a value while the model is captured that it does not ask for when it runs; "
@@ -101,7 +92,7 @@ class Answers:
             guards.append((value, answer, line))
             return answer
 
-        with _Asking(ask):
+        with _asking(ask):
             yield
 
 
@@ -110,12 +101,14 @@ def no_questions() -> Iterator[None]:
     """Raise AsksValuesError at the first question for a value."""
 
     def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+        if not isinstance(value, FakeTensor):
+            return proceed()  # a constant
         raise AsksValuesError(
             f"the model cannot be captured as a graph: it branches on, or takes a size from, the value of a tensor "
             f"at {line}; replace the branch by torch.where, or move it out of forward"
         )
 
-    with _Asking(ask):
+    with _asking(ask):
         yield
 
 
@@ -125,23 +118,51 @@ class AsksValuesError(CaptureError):
     paths: tuple[str, ...] = ()
 
 
-class _Asking(TorchFunctionMode):
-    """Hand every question for a tensor's value to `ask(tensor, line, proceed)`."""
+@contextmanager
+def _asking(ask: Ask) -> Iterator[None]:
+    """Hand every question for a tensor's value to `ask(tensor, line, proceed)`, also those in torch's own Python."""
+    with ExitStack() as stack:
+        for name in _METHODS:
+            stack.enter_context(_replaced(Tensor, name, _method(getattr(Tensor, name), ask)))
+        for name, value in (("equal", _equal), ("allclose", _all_close), ("is_nonzero", lambda a: a != 0)):
+            stack.enter_context(_replaced(torch, name, _function(getattr(torch, name), value, ask)))
+        yield
 
-    def __init__(self, ask: Callable[[Any, str, Callable[[], Any]], Any]) -> None:
-        super().__init__()
-        self.ask = ask
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _ASKS:
-            return func(*args, **kwargs)
-        value: Any = args[0]
-        if func is torch.equal:
-            value = (args[0] == args[1]).all() if args[0].shape == args[1].shape else torch.tensor(False)
-        elif func is torch.allclose:
-            value = torch.isclose(*args, **kwargs).all()
-        return self.ask(value, line_of_caller(), lambda: func(*args, **kwargs))
+def _method(original: Any, ask: Ask) -> Any:
+    def asked(self: Tensor, *args: Any) -> Any:
+        return ask(self, line_of_caller(), lambda: original(self, *args))
+
+    return asked
+
+
+def _function(original: Any, value: Callable[..., Any], ask: Ask) -> Any:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return ask(value(*args, **kwargs), line_of_caller(), lambda: original(*args, **kwargs))
+
+    return asked
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b).all() if a.shape == b.shape else torch.tensor(False)
+
+
+def _all_close(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.isclose(*args, **kwargs).all()
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(holder)
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
 
 
 def _answer(value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+
+from efftra_fx.capture_opaque import is_opaque
 
 aten = torch.ops.aten
 _CHECKS = frozenset(
@@ -25,11 +28,36 @@ def make_normal(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
+    graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # an operator may lay its real result out unlike its traced one
         elif node.target is aten.copy.default:
             _spell_copy(graph, node)
+        elif node.target is aten.masked_select.default and node.users and all(is_opaque(u.target) for u in node.users):
+            _pad_selection(graph, node)
+
+
+def _pad_selection(graph: fx.Graph, node: fx.Node) -> None:
+    """Give an operator that takes packed rows or padded ones (targets with their lengths) the padded ones.
+
+    Each row's selected elements come first, in their order; how many they are it knows from the lengths.
+    """
+    values: Any = node.args[0]
+    mask: Any = node.args[1]
+    shape = values.meta["val"].shape
+    if len(shape) != 2 or tuple(mask.meta["val"].shape) != tuple(shape):
+        return
+    with graph.inserting_before(node):
+        chosen = _like(graph.call_function(aten.logical_not.default, (mask,)), node, mask.meta["val"].bool())
+        ranks = mask.meta["val"].to(torch.int64)
+        order = graph.call_function(aten.sort.stable, (chosen,), {"stable": True, "dim": 1})
+        _like(order, node, (mask.meta["val"].bool(), ranks))
+        places = _like(graph.call_function(operator.getitem, (order, 1)), node, ranks)
+        padded = graph.call_function(aten.gather.default, (values, 1, places))
+        _like(padded, node, values.meta["val"].clone())
+    node.replace_all_uses_with(padded)
+    graph.erase_node(node)
 
 
 def _spell_copy(graph: fx.Graph, node: fx.Node) -> None:

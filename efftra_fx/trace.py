@@ -7,10 +7,11 @@ the loss and then the new values of the buffers that the forward writes.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from efftra_fx.capture_guards import Answers, AsksValuesError, Guards, no_questions, split_guards
 from efftra_fx.capture_normal import make_normal
-from efftra_fx.capture_opaque import Watch, functions_kept_whole, modules_kept_whole
+from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
 from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
@@ -189,6 +190,7 @@ class _Attempt:
         kept = {path: self.model.get_submodule(path) for path in self.opaque}
         with ExitStack() as stack:
             stack.enter_context(functions_kept_whole())
+            stack.enter_context(alignments_kept_whole())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
             program = _export(step, self.tensors, self.batch_leaves)
@@ -256,8 +258,8 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
     modes = {name: module.training for name, module in step.model.named_modules()}
     logged = logging.root.manager.disable
     try:
-        logging.disable(logging.CRITICAL)  # the exporter logs each failure at length; ours are raised
-        with warnings.catch_warnings():
+        logging.disable(logging.CRITICAL)  # the exporter logs and prints each failure at length; ours are raised
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
             inline_grad_regions(program.graph_module)
@@ -273,7 +275,7 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
             cause.paths = cause.paths or modules_of_error(cause.__traceback__, step.model)
         if isinstance(cause, EfftraError):
             raise cause from None
-        if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in str(error).lower():
+        if _needs_values(error):
             asks = AsksValuesError(_why(error))
             asks.paths = modules_of_error(error.__traceback__, step.model)
             raise asks from error
@@ -282,6 +284,13 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
         logging.disable(logged)
         for name, module in step.model.named_modules():
             module.training = modes[name]
+
+
+def _needs_values(error: BaseException) -> bool:
+    kind, text = type(error).__name__, str(error).lower()
+    return kind.startswith(("GuardOnDataDependent", "DataDependent", "DynamicOutputShape")) or any(
+        word in text for word in ("data-dependent", "numpy() is not supported", "dynamicoutputshape")
+    )
 
 
 def _why(error: BaseException) -> str:
