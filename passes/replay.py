@@ -105,7 +105,7 @@ def formula_steps(prices: Prices, micro_batches: int, flying: Ints, gpipe: bool,
     back = np.concatenate([prices.back_s, np.zeros((plans, 1))], axis=1)
     whole = forward + there + backward + back
     latency = np.cumsum(whole[:, ::-1], axis=1)[:, ::-1]  # of one micro-batch from stage s on, there and back
-    behind = np.cumsum((backward + back)[:, ::-1], axis=1)[:, ::-1] - back  # backward from the end to stage s
+    behind = np.cumsum((backward + back)[:, ::-1], axis=1)[:, ::-1]  # backward from the end to stage s
     if gpipe:
         ahead = np.maximum(forward, there).max(axis=1)
         period = ahead + np.maximum(backward, back).max(axis=1)

