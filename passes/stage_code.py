@@ -69,10 +69,8 @@ class TrainingCode:
             place = self.places[product.weight]
             lefts, rights = [one[2 * index] for one in terms], [one[2 * index + 1] for one in terms]
             held = sums.tensors[place]
-            if held is not None and not sums.filled[place]:
-                product.join(lefts, rights, held.zero_())
-            else:
-                sums.tensors[place] = product.join(lefts, rights, held)
+            overwrite = held is not None and not sums.filled[place]
+            sums.tensors[place] = product.join(lefts, rights, held, overwrite)
             sums.filled[place] = True
 
     def _weights(self, part: Part, operands: tuple[Any, ...], group: int, sums: Sums) -> Sequence[Any]:
@@ -82,7 +80,7 @@ class TrainingCode:
         held = [sums.tensors[place] for place in places]
         ready = [sums.filled[place] for place in places]
         if places and all(tensor is not None for tensor in held) and (all(ready) or not any(ready)):
-            results = (part.accumulate if ready[0] else part.overwrite)(*operands, held)
+            results = self._added(part, operands, held, ready[0], places, sums.complete)
         else:
             results = part.function(*operands)
             weights = results[group] if len(part.gives) > 1 else results
@@ -93,6 +91,20 @@ class TrainingCode:
         if len(part.gives) > group + 1:
             sums.terms.setdefault(id(self), []).append(results[-1])
         return results if len(part.gives) > 1 else (results,)
+
+    @staticmethod
+    def _added(
+        part: Part,
+        operands: tuple[Any, ...],
+        held: list[Tensor | None],
+        filled: bool,
+        places: list[int],
+        complete: Callable[[int], None] | None,
+    ) -> Any:
+        if complete is None:
+            return (part.accumulate if filled else part.overwrite)(*operands, held)
+        function = part.accumulate_telling if filled else part.overwrite_telling
+        return function(*operands, held, lambda index: complete(places[index]))
 
     def _incoming(self, gradients: list[Tensor | None]) -> list[Tensor]:
         return [g for g, flag in zip(gradients, self.flags.outputs, strict=True) if flag and g is not None]
@@ -110,6 +122,7 @@ class Sums(Protocol):
     tensors: list[Tensor | None]
     filled: list[bool]
     terms: dict[int, list[Any]]
+    complete: Callable[[int], None] | None  # told, in the last micro-batch, which places have their last term
 
     def put(self, place: int, gradient: Tensor) -> None: ...
 
@@ -121,6 +134,7 @@ class Fresh:
         self.tensors: list[Tensor | None] = [None] * width
         self.filled = [False] * width
         self.terms: dict[int, list[Any]] = {}
+        self.complete: Callable[[int], None] | None = None
 
     def put(self, place: int, gradient: Tensor) -> None:
         self.tensors[place] = gradient

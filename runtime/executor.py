@@ -430,7 +430,7 @@ class Executor:
 
         def act(step: _Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
-            sums = step.gradients.open(code)
+            sums = step.gradients.open(code, self.transport if last else None)
             values = code.backward(step.saved.pop(micro_batch), gradients, sums, defer)
             self._give_values(step, micro_batch, values)
             step.gradients.close(last)

@@ -10,7 +10,7 @@ is copied before the sum. A micro-batch's gradients are written there first and 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class Sums:
     tensors: list[Tensor | None]
     filled: list[bool]
     terms: dict[int, list[Any]] = field(default_factory=dict)  # what gradients wait for, by maker
+    complete: Callable[[int], None] | None = None  # told, in the last micro-batch, which places have their last term
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Add a gradient that was computed apart."""
@@ -147,10 +148,19 @@ class StepGradients:
         self.flats: dict[AllReduce, Tensor] = {}
         self.makers: dict[int, Finisher] = {}
         self.under_way: list[tuple[AllReduce, Handle[Tensor]]] = []
+        self.waiting: list[AllReduce] = list(layout.buckets)  # not yet started, in the program's order
+        self.lacking: dict[AllReduce, set[int]] = {}
 
-    def open(self, maker: Finisher) -> Sums:
-        """Return the sums for one more micro-batch; the buckets are laid out at the first."""
+    def open(self, maker: Finisher, transport: Transport | None = None) -> Sums:
+        """Return the sums for one more micro-batch; the buckets are laid out at the first.
+
+        For the last micro-batch `transport` is given: then each bucket's all-reduce starts as soon as all of it
+        is complete and those before it in the program have started, while the backward goes on.
+        """
         self.makers[id(maker)] = maker
+        if transport is not None and self.waiting:
+            self.lacking = {r: {self.layout.place[s.name] for s in b.slots} for r, b in self.layout.buckets.items()}
+            self.sums.complete = lambda place: self._complete(place, transport)
         if not self.flats:
             for reduce, bucket in self.layout.buckets.items():
                 flat = self.flats[reduce] = bucket.allocate(self.layout.device)
@@ -166,8 +176,18 @@ class StepGradients:
                 maker.finish(terms, self.sums)
                 terms.clear()
 
+    def _complete(self, place: int, transport: Transport) -> None:
+        self.sums.filled[place] = True
+        for lacking in self.lacking.values():
+            lacking.discard(place)
+        while self.waiting and not self.lacking[self.waiting[0]]:
+            self.reduce(self.waiting[0], transport)
+
     def reduce(self, reduce: AllReduce, transport: Transport) -> None:
-        """Start a bucket's all-reduce; parameters without a gradient here count as zeros."""
+        """Start a bucket's all-reduce unless it has; parameters without a gradient here count as zeros."""
+        if reduce not in self.waiting:
+            return
+        self.waiting.remove(reduce)
         bucket = self.layout.buckets[reduce]
         flat = self.flats.pop(reduce, None)
         if flat is None:
