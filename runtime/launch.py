@@ -97,7 +97,7 @@ def transport_kind(facts: list[Data]) -> type[GlooTransport] | type[NcclTranspor
 
 
 def own_facts(device: torch.device) -> Data:
-    """Say what this rank is: machine, kind of device, memory in bytes, and which GPU."""
+    """Say what this rank is: machine, kind of device, memory in bytes, and which GPU, or cores and threads."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         identity = str(getattr(properties, "uuid", f"{machine_name()} {device.index}"))
@@ -107,7 +107,14 @@ def own_facts(device: torch.device) -> Data:
             "memory_bytes": properties.total_memory,
             "gpu": identity,
         }
-    return {"machine": machine_name(), "kind": "cpu", "memory_bytes": machine_memory_bytes(), "gpu": ""}
+    return {
+        "machine": machine_name(),
+        "kind": "cpu",
+        "memory_bytes": machine_memory_bytes(),
+        "gpu": "",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def own_device(local_rank: int) -> torch.device:

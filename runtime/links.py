@@ -107,7 +107,8 @@ def machines_of(facts: Sequence[Data]) -> list[int]:
 def describe_cluster(facts: Sequence[Data], measured: Measured) -> Cluster:
     """Make a cluster of what each rank is and what was measured; ranks of a machine share its memory.
 
-    GPUs that several ranks share are shared in equal parts.
+    GPUs that several ranks share are shared in equal parts; so are a machine's cores, which makes its
+    ranks slower where together they have more threads than it has cores.
     """
     machines = machines_of(facts)
     places = [(fact["machine"], fact["gpu"]) for fact in facts]
@@ -116,8 +117,16 @@ def describe_cluster(facts: Sequence[Data], measured: Measured) -> Cluster:
             machine,
             fact["kind"],
             None if fact["memory_bytes"] is None else fact["memory_bytes"] // places.count(place),
+            speed_of(fact, places.count(place)),
         )
         for machine, fact, place in zip(machines, facts, places, strict=True)
     )
     intra = tuple(measured.intra.get(machine) for machine in range(max(machines) + 1))
     return Cluster(devices, Links(intra, measured.inter), where="ranks")
+
+
+def speed_of(fact: Data, ranks: int) -> float:
+    """Return the part of its thread's time that a rank gets when all `ranks` of its machine compute at once."""
+    if fact["gpu"] or not fact.get("cores"):
+        return 1.0
+    return min(1.0, float(fact["cores"]) / (ranks * float(fact["threads"])))

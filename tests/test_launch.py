@@ -216,6 +216,15 @@ def test_ranks_of_a_machine_share_its_memory_and_sharers_of_a_gpu_share_that() -
     assert machines_of([facts("b"), facts("a"), facts("b")]) == [0, 1, 0]
 
 
+def test_ranks_with_more_threads_than_their_machine_has_cores_are_slower() -> None:
+    busy = facts("a") | {"cores": 2, "threads": 1}
+    assert [device.speed for device in describe_cluster([busy] * 4, Measured({0: LINK}, None)).devices] == [0.5] * 4
+    assert describe_cluster([busy] * 2, Measured({0: LINK}, None)).devices[0].speed == 1
+    threaded = facts("a") | {"cores": 2, "threads": 4}
+    assert describe_cluster([threaded], Measured({}, None)).devices[0].speed == 0.5
+    assert describe_cluster([facts("a", "g0")] * 2, Measured({0: LINK}, None)).devices[0].speed == 1
+
+
 def test_the_transport_suits_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     kinds = [
