@@ -368,3 +368,15 @@ def test_a_sum_is_told_as_soon_as_it_is_complete(overwrite: bool) -> None:
     assert list(seen) == [1, 0]
     torch.testing.assert_close(seen[1], start + y @ x)
     torch.testing.assert_close(seen[0], start + (x @ y + x.sin()))
+
+
+def test_one_value_may_be_added_into_two_tensors() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
+        one = graph.call_function(aten.mm.default, (x, y))
+        return (one, one)
+
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    into = [torch.ones(3, 3), torch.zeros(3, 3)]
+    emit(graph_of(build, "x", "y"), into=[0, 1])(x, y, into)
+    torch.testing.assert_close(into[0], 1 + x @ y)
+    torch.testing.assert_close(into[1], x @ y)
