@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from efftra_fx.capture_align import align, keep_places
 from efftra_fx.capture_guards import Answers, AsksValuesError, Guards, no_questions, split_guards
 from efftra_fx.capture_normal import make_normal
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
@@ -196,12 +197,68 @@ class _Attempt:
             program = _export(step, self.tensors, self.batch_leaves)
         asked = [(answer, line) for _, answer, line in guards[-1]] if guards else []
         gm, found = _plain_graph(program, step, asked)
-        symbolic = all(
-            dim is None or not isinstance(node.meta["val"].shape[dim], int)
-            for node, dim in zip(_inputs(gm), self.batch_leaves, strict=True)
-        )
         tree = trees[-1] if trees else None
+        symbolic = _is_symbolic(gm, self.batch_leaves)
+        if not symbolic and found is None:
+            gm = self.aligned(step, gm)
+            symbolic = _is_symbolic(gm, self.batch_leaves)
         return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, tuple(self.opaque.items()))
+
+    def aligned(self, step: _Step, gm: fx.GraphModule) -> fx.GraphModule:
+        """Return the graph for any number of rows where the exporter gave one for the example's alone."""
+        place = next((i, d) for i, d in enumerate(self.batch_leaves) if d is not None)
+        rows = self.tensors[place[0]].shape[place[1]]
+        if rows < 3:
+            return gm
+        graphs = []
+        for count in (rows, rows - 1):
+            part = [
+                t if d is None else t.narrow(d, 0, count) for t, d in zip(self.tensors, self.batch_leaves, strict=True)
+            ]
+            program = _export(step, tuple(part), [None] * len(part))
+            graphs.append(_plain_graph(program, step, [])[0])
+        name = self.call.tensor_names[place[0]]
+        one = align(graphs[0], graphs[1], (rows, rows - 1), (name, place[1]))
+        again = _Replay(step, one)
+        again.training = step.training
+        exported, _ = _plain_graph(_export(again, self.tensors, self.batch_leaves), again, [])
+        keep_places(one, exported)
+        return exported
+
+
+class _Replay(_Step):
+    """The step as its graph says, on the model's own tensors."""
+
+    def __init__(self, step: _Step, gm: fx.GraphModule) -> None:
+        super().__init__(step.model, step.loss_fn, step.call_structure, step.want, step.note_tree)
+        self.roles = [ROLE[n] for n in gm.graph.nodes if n.op == "placeholder"]
+        self.outputs = OUTPUTS[gm]
+        self.held = dict(CONSTANTS[gm])
+        self.run = fx.Interpreter(gm).run
+
+    def forward(self, tensors: list[Tensor]) -> Any:
+        source = iter(tensors)
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        if isinstance(self.loss_fn, nn.Module):
+            for name, tensor in (*self.loss_fn.named_parameters(), *self.loss_fn.named_buffers()):
+                own[f"loss_fn.{name}"] = tensor
+        operands = []
+        for role in self.roles:
+            held = self.held if role.kind == "constant" else own
+            operands.append(next(source) if role.kind == "input" else held[role.name])
+        results = self.run(*operands)
+        for name, value in zip(self.outputs.buffers, results[self.outputs.loss :], strict=True):
+            own[name].copy_(value)
+        return results[0] if self.want == "loss" else tuple(results[: self.outputs.loss])
+
+
+def _is_symbolic(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> bool:
+    """Say whether every input's number of rows is a symbol."""
+    for node, dim in zip(_inputs(gm), batch_leaves, strict=True):
+        size = node.meta["val"].shape[dim] if dim is not None else None
+        if isinstance(size, int) or (size is not None and size.node.expr.is_number):
+            return False
+    return True
 
 
 def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
