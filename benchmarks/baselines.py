@@ -36,7 +36,7 @@ def eager(case: Case, micro_batches: int = 1) -> Step:
         total = 0.0
         for part, target in parts:
             loss = case.loss(model(part), target) / micro_batches
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         return total
 
@@ -51,7 +51,7 @@ def ddp(case: Case) -> Step:
     def step() -> float:
         model.zero_grad()
         loss = case.loss(model(part), target)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total = loss.detach()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
