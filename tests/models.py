@@ -249,3 +249,19 @@ ZOO = {
         Example("moe", moe, _rows, F.cross_entropy),
     )
 }
+
+TWO_LAYERS = Example("two layers", lambda: nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3)), _rows, F.cross_entropy)
+NORMED = Example(
+    "normed",
+    lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)),
+    _rows,
+    F.cross_entropy,
+    training=True,
+)
+DROPOUT = Example(
+    "dropout",
+    lambda: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 3)),
+    _rows,
+    F.cross_entropy,
+    training=True,
+)

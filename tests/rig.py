@@ -107,6 +107,7 @@ def assert_close(
             only = b if a is None else a
             assert only is not None and not only.any(), f"{what} of {name} is on one side only"
             continue
+        a, b = a.detach(), b.detach()
         scale = max(float(a.abs().max()) if a.numel() else 0.0, 1e-6 * overall)
         gap = float((a - b).abs().max()) if a.numel() else 0.0
         assert gap <= tolerance * scale, f"{what} of {name}: {gap / max(scale, 1e-300):.3g} apart, relative"

@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from models import ZOO, Example
+from models import DROPOUT, ZOO
 from rig import Rig, assert_close, assert_same, lay_out, rig_of
-from torch import nn
 
 from efftra_fx.plan import Plan
 
@@ -60,15 +59,6 @@ def test_batches_of_other_sizes_than_the_first_equal_one_device() -> None:
     rig = rig_of(ZOO["mlp"])
     for rows in (1, 2, 3, 5, 29):
         assert_same(rig.expected(rows), rig.found(lay_out(rig.blocks, (2, 1, 1), 4), rows))
-
-
-DROPOUT = Example(
-    "dropout",
-    lambda: nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 3)),
-    ZOO["mlp"].batch,
-    ZOO["mlp"].loss_fn,
-    training=True,
-)
 
 
 def losses(rig: Rig, plan: Plan, seed: int, steps: int = 2) -> list[float]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import ZOO, Example
+from models import DROPOUT, ZOO, Example
 from ranks import run_ranks
 from rig import Trained, assert_close, lay_out, train_eagerly, train_planned
-from torch import nn
 
 from efftra_fx import Cluster, compile
 
@@ -89,10 +88,8 @@ def test_any_model_trains_on_ranks_as_on_one_device(name: str) -> None:
 def drop_here() -> list[list[float]]:
     """Run a model with dropout three times, the last time with another seed."""
     torch.set_num_threads(1)
-    layers = (nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 3))
-    example = Example("dropout", lambda: nn.Sequential(*layers), ZOO["mlp"].batch, ZOO["mlp"].loss_fn, training=True)
-    program = start(example, replicas=(2, 1), micro_batches=3)
-    batch, runs = example.data(12), []
+    program = start(DROPOUT, replicas=(2, 1), micro_batches=3)
+    batch, runs = DROPOUT.data(12), []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
         runs.append([float(program.step(*batch.args, target=batch.target)) for _ in range(2)])
