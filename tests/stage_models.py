@@ -148,6 +148,34 @@ def _tokens() -> tuple[Tensor, ...]:
 _rows = _tensors((4, 8))
 _sequences = _tensors((4, 5, 8))
 
+
+class HuggingFace(nn.Module):
+    """A tiny language model that computes its own loss from tokens and labels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        small = {"vocab_size": 50, "eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 0}
+        if name == "gpt2":
+            heads = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16}
+            self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **heads))
+        elif name == "bert":
+            heads = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+            self.model = transformers.BertForMaskedLM(transformers.BertConfig(**small, **heads))
+        else:
+            heads = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0}
+            self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(**small, **heads))
+        self.options = {} if name == "bert" else {"use_cache": False}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens, **self.options).loss  # type: ignore[no-any-return]
+
+
+def _words() -> tuple[Tensor, ...]:
+    return (torch.randint(2, 50, (3, 8)),)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3), nn.LogSoftmax(-1)), _rows),
     "blocks": (lambda: nn.Sequential(Block(8, 2), Block(8, 2)), _sequences),
@@ -214,6 +242,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     ),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Hardswish(), nn.LeakyReLU()), _sequences),
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(3, 2, 2), nn.Softplus()), _tensors((2, 3, 4, 4, 4))),
+    "gpt2": (lambda: HuggingFace("gpt2"), _words),
+    "bert": (lambda: HuggingFace("bert"), _words),
+    "t5": (lambda: HuggingFace("t5"), _words),
     "embedding bag": (lambda: nn.EmbeddingBag(11, 4), _tokens),
 }
 

@@ -260,7 +260,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"lstm", "gru", "no_grad"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"lstm", "gru", "no_grad", "gpt2", "bert", "t5"}))
 def test_every_operator_is_spelled_as_the_overload_that_the_graph_names(name: str) -> None:
     case = export_case(name)
     flags = [index in case.results and _floats(node) for index, node in enumerate(_outputs(case.gm))]
