@@ -248,7 +248,7 @@ def test_a_graph_of_modules_is_refused() -> None:
         emit(fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2))))
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Seen(TorchDispatchMode):
     """Remember which overloads were asked for."""
 
     def __init__(self) -> None:
@@ -320,8 +320,8 @@ def test_autograd_nodes_are_numbered_in_order() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     assert private.sequence_number() > before
     numbers: list[int] = []
-    x.register_hook(lambda grad: numbers.append(private.running_sequence_number()))  # type: ignore[no-untyped-call]
-    x.sum().backward()  # type: ignore[no-untyped-call]
+    x.register_hook(lambda grad: numbers.append(private.running_sequence_number()))
+    x.sum().backward()
     assert private.running_sequence_number() == -1
     assert before <= numbers[0] < private.sequence_number()
 
