@@ -83,7 +83,7 @@ def by_hand() -> Step:
     def step() -> float:
         model.zero_grad()
         loss = functional.mse_loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach())
 
     return step

@@ -126,7 +126,8 @@ def load_model(where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any, A
     made = function()
     if not isinstance(made, tuple) or not 2 <= len(made) <= 5:
         raise InputError(f"{where}: expected (model, args, kwargs, target, loss_fn), at least the first two")
-    model, args, kwargs, target, loss_fn = (*made, *(None,) * (5 - len(made)))
+    padded: tuple[Any, ...] = made + (None,) * (5 - len(made))
+    model, args, kwargs, target, loss_fn = padded
     return model, tuple(args), dict(kwargs or {}), target, loss_fn
 
 

@@ -65,7 +65,7 @@ def keep_places(aligned: fx.GraphModule, exported: fx.GraphModule) -> None:
             return
         for key in (PATH, SOURCE):
             if key.on(like):
-                key[node] = key[like]  # type: ignore[index]
+                key[node] = key[like]
 
 
 def _target(node: fx.Node) -> Any:

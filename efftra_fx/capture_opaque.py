@@ -116,7 +116,7 @@ def functions_kept_whole() -> Iterator[None]:
 @contextmanager
 def alignments_kept_whole() -> Iterator[None]:
     """While this lasts, `ctc_loss` is an opaque operator with a loss a row: its memory depends on values."""
-    original = torch.nn.functional.ctc_loss
+    original: Any = torch.nn.functional.ctc_loss
 
     def run(operands: Sequence[Tensor], blank: int, zero_infinity: bool) -> list[Tensor]:
         return [original(*operands, blank, "none", zero_infinity)]
@@ -131,13 +131,16 @@ def alignments_kept_whole() -> Iterator[None]:
         zero_infinity: bool = False,
     ) -> Tensor:
         if not (isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)) or log_probs.ndim != 3:
-            return original(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+            plain: Tensor = original(
+                log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
+            )
+            return plain
         operator = make_operator(
             "ctc_loss",
             lambda operands: run(operands, blank, zero_infinity),
             lambda operands: [operands[0].new_empty(operands[0].shape[1])],
         )
-        (each,) = operator([log_probs, targets, input_lengths, target_lengths])
+        each: Tensor = operator([log_probs, targets, input_lengths, target_lengths])[0]
         if reduction == "none":
             return each
         if reduction == "sum":

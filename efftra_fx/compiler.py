@@ -22,12 +22,13 @@ from efftra_fx.errors import BatchError, CaptureError, CoverageError, InputError
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
-from efftra_fx.passes.evaluate import Rules, evaluate
+from efftra_fx.passes.evaluate import evaluate
 from efftra_fx.passes.explain import explain
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.partition import Planned, partition, shortage
 from efftra_fx.passes.pipeline import run_passes
+from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
 from efftra_fx.passes.shard import Sharded, shard_stages
 from efftra_fx.passes.shard_cost import with_tensor
@@ -477,7 +478,7 @@ def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None)
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     begin = time.perf_counter()
-    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like and like.sharded)
+    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like.sharded if like else None)
     for index, one in enumerate(sharded):
         for rank, graph in enumerate(one.stages if one is not None else ()):
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)

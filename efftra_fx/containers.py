@@ -81,7 +81,7 @@ def _closed(kind: type, content: dict[str, Any]) -> Any:
     if issubclass(kind, tuple):
         return tuple.__new__(kind, content.values())
     if issubclass(kind, dict):
-        made = kind.__new__(kind)
+        made: Any = kind.__new__(kind)
         dict.update(made, content)
         return made
     made = object.__new__(kind)

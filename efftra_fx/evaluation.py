@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from efftra_fx.build import connections, tensor_group
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
 from efftra_fx.errors import CaptureError
-from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Outputs
+from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans
@@ -133,9 +133,10 @@ def _sent_on(gm: fx.GraphModule, operand: fx.Node, stage: int) -> fx.Node:
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     with gm.graph.inserting_after(last):
         copy = gm.graph.call_function(torch.ops.aten.alias.default, (operand,))
-    for key in (BATCH, FREE, PATH):
+    keys: tuple[Key[Any], ...] = (BATCH, FREE, PATH)
+    for key in keys:
         if key.on(operand):
-            key[copy] = key[operand]  # type: ignore[index]
+            key[copy] = key[operand]
     copy.meta["val"] = operand.meta["val"]
     STAGE[copy] = stage
     return copy

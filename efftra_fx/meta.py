@@ -23,13 +23,13 @@ class Key(Generic[T]):
 
     def get(self, holder: fx.Node | fx.GraphModule) -> T | None:
         """Return the value, or None where none was written."""
-        return cast("T | None", cast("dict[str, Any]", holder.meta).get(f"efftra.{self.name}"))
+        return cast("T | None", holder.meta.get(f"efftra.{self.name}"))
 
     def __getitem__(self, holder: fx.Node | fx.GraphModule) -> T:
-        return cast(T, cast("dict[str, Any]", holder.meta)[f"efftra.{self.name}"])
+        return cast(T, holder.meta[f"efftra.{self.name}"])
 
     def __setitem__(self, holder: fx.Node | fx.GraphModule, value: T) -> None:
-        cast("dict[str, Any]", holder.meta)[f"efftra.{self.name}"] = value
+        holder.meta[f"efftra.{self.name}"] = value
 
     def on(self, holder: fx.Node | fx.GraphModule) -> bool:
         """Say whether a value was written."""

@@ -106,7 +106,7 @@ class _Reached(Exception):
         self.overload, self.args, self.kwargs = overload, args, kwargs
 
 
-class _Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Trial(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Reached(func, args, kwargs or {})
 

@@ -55,7 +55,7 @@ def is_composite(overload: torch._ops.OpOverload, device: str) -> bool:
     if not overload._can_decompose():
         return False
     key = torch._C._dispatch_key_for_device(device)
-    name: str = overload.name()  # type: ignore[no-untyped-call]
+    name: str = overload.name()
     return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 

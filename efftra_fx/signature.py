@@ -132,7 +132,7 @@ def _leaf_name(path: tuple[Any, ...], names: Sequence[str]) -> str:
         return "target" + _steps(rest)
     if group == 1:
         return str(rest[0].key) + _steps(rest[1:])
-    return names[rest[0].idx] + _steps(rest[1:])
+    return f"{names[rest[0].idx]}{_steps(rest[1:])}"
 
 
 def _steps(path: tuple[Any, ...]) -> str:

@@ -320,7 +320,8 @@ def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int
             warnings.simplefilter("ignore")
             program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
             inline_grad_regions(program.graph_module)
-            return program.run_decompositions({})
+            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
+            return decomposed
     except AsksValuesError as error:
         error.paths = error.paths or modules_of_error(error.__traceback__, step.model)
         raise

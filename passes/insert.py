@@ -26,7 +26,7 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, 
     if like is not None:
         for key in (PATH, SOURCE):
             if key.on(like):
-                key[node] = key[like]  # type: ignore[index]
+                key[node] = key[like]
     return node
 
 

@@ -216,7 +216,7 @@ def _output_bytes(gm: fx.GraphModule) -> float:
     return total
 
 
-def _parameters(graph: BlockGraph) -> dict[str, float]:
+def _parameters(graph: BlockGraph) -> dict[str, Any]:
     held = trained = 0.0
     for node in graph.stage.gm.graph.nodes:
         if node.op == "placeholder" and ROLE[node].kind in ("parameter", "buffer"):

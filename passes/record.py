@@ -31,7 +31,7 @@ class _Memory:
     writes: int = 0
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Record the operators that run while the mode is on into `graph`, in functional form.
 
     Each node's `meta["val"]` is the (fake) value it had. An operator that writes in place, as a

@@ -24,7 +24,7 @@ def embedding_part(weight: Tensor, indices: Tensor, padding_idx: int, start: int
     found = aten.embedding.default(weight, local, -1)
     wanted = inside & (local != padding) if padding >= 0 else inside
     # A padding row's value counts, its gradient does not.
-    result = found * wanted.unsqueeze(-1).to(found.dtype)
+    result: Tensor = found * wanted.unsqueeze(-1).to(found.dtype)
     if padding >= 0:
         result = result + found.detach() * (inside & ~wanted).unsqueeze(-1).to(found.dtype)
     return result
@@ -70,7 +70,7 @@ def _whole_ones(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
 
 def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, fraction: float) -> Tensor:
     """Return this rank's part of a mean of which it has a fraction of the elements (partial sums)."""
-    result = aten.mean.dim(x, list(dims), keepdim) if dims else aten.mean.default(x)
+    result: Tensor = aten.mean.dim(x, list(dims), keepdim) if dims else aten.mean.default(x)
     return result * fraction
 
 

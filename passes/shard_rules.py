@@ -225,7 +225,7 @@ def groups_of(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int]
     >>> groups_of((4, 6, 5), (4, 2, 15))
     [([0], [0]), ([1, 2], [1, 2])]
     """
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(left) or j < len(right):
         ours, theirs = ([i] if i < len(left) else []), ([j] if j < len(right) else [])

@@ -83,11 +83,12 @@ class TailFunction:
 
 
 def _placeholder(tail: Tail, name: str) -> str:
-    return next(
+    found: str = next(
         n.name
         for n in tail.gm.graph.nodes
         if n.op == "placeholder" and ROLE[n].kind == "boundary" and ROLE[n].name == name
     )
+    return found
 
 
 def _reads_values(tail: Tail) -> bool:

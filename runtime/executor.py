@@ -66,7 +66,7 @@ class StageCode(Protocol):
 
     def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> tuple[Sequence[Tensor | None], Any]: ...
 
-    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> None: ...
+    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> Any: ...
 
     def finish(self, terms: Sequence[Any], sums: Sums) -> None: ...
 
@@ -105,7 +105,7 @@ class Tensors:
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    constants: Mapping[str, Tensor]
+    constants: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Step:
     constant: Tensor | None = None
     operands: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     arrived: dict[tuple[str, int, bool], Pieces] = field(default_factory=dict)
-    pending: dict[tuple[str, int, bool], list[tuple[Message, Handle[Tensor]]]] = field(default_factory=dict)
+    pending: dict[tuple[str, int, bool], list[tuple[Recv, Handle[Tensor]]]] = field(default_factory=dict)
     outgoing: dict[tuple[str, int, bool], Tensor] = field(default_factory=dict)
     saved: dict[int, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)

@@ -114,7 +114,8 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int,
 class Finisher(Protocol):
     """What makes the gradients that waited for several micro-batches."""
 
-    patience: int  # for how many micro-batches they may wait before their terms cost more memory than a gradient
+    @property
+    def patience(self) -> int: ...  # for how many micro-batches they may wait before their terms outweigh a gradient
 
     def finish(self, terms: Sequence[Any], sums: Sums) -> None: ...
 
