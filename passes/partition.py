@@ -233,7 +233,8 @@ def look_around(search: Search, lines: list[Layout]) -> None:
     micros = some_micro(request.rows, request.micro_batches)
     seeds: list[tuple[float, int, int, Layout, list[Shape]]] = []
     for index, layout in enumerate(usable(search, lines)):
-        for micro in sorted({micros[len(micros) // 2], micros[-1]} if len(micros) > 1 else set(micros)):
+        many = len(search.cluster.devices) > MANY
+        for micro in sorted({micros[len(micros) // 2], micros[len(micros) // 2 if many else -1]}):
             starts = seeds_under(search, layout, micro)
             if not starts:
                 continue
@@ -275,7 +276,7 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
     for depth in [request.stages] if request.stages else sorted({deepest, -(-deepest // 2), -(-deepest // 4)}):
         if layout.limited or request.stages:
             found += even_shapes(search, layout, depth)
-    if layout.size <= (NARROW if len(search.cluster.devices) <= MANY else NARROW // 2):
+    if layout.size <= (NARROW if len(search.cluster.devices) <= NARROW else NARROW // 2):
         most = min(max(POSITIONS, POSITIONS * 16 // layout.size), 3 * POSITIONS)
         layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
         for batch in scan(search, layout, micro, most, layers, len(RATIOS)):
@@ -300,19 +301,20 @@ def even_shapes(search: Search, layout: Layout, depth: int) -> list[Shape]:
 
 def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape]]], micros: list[int]) -> None:
     """Refine the best seeds; try other numbers of micro-batches for what comes out."""
+    many = len(search.cluster.devices) > MANY
     better: list[tuple[float, int, int, Layout, list[Shape]]] = []
     for value, index, micro, layout, starts in seeds:
         if search.enough() or value > 1.5 * search.least_s:
             break
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 3, 2)
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 3, 1 if many else 2)
         if front:
             better.append((front[0][0], index, micro, layout, [shape for _, shape in front] + starts[:4]))
     better.sort(key=lambda one: one[:3])
-    for value, _, micro, layout, starts in better[:3]:
+    for value, _, micro, layout, starts in better[: 2 if many else 3]:
         if search.enough() or value > 1.1 * search.least_s:
             break
         tried = {micro}
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 4, 12)
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 2 if many else 4, 12)
         while len(micros) > 1 and front:
             values = {}
             shapes = [shape for _, shape in front]

@@ -17,6 +17,7 @@ from .table import Layout, Table
 Group = tuple[int, ...]
 Signature = tuple[tuple[str, float, int], ...]
 MOST_KINDS = 4
+MOST_SPREAD = 64  # devices up to which stages are also spread over machines
 
 
 def layouts(cluster: Cluster, table: Table) -> list[Layout]:
@@ -37,7 +38,7 @@ def lines(cluster: Cluster) -> Iterator[tuple[str, tuple[Group, ...]]]:
         for groups in repeated(cluster, subset):
             yield "repeated", groups
     machines = by_machine(cluster, everything)
-    if 1 < len(machines) < len(everything):
+    if 1 < len(machines) < len(everything) <= MOST_SPREAD:
         yield "spread", (tuple(spread(machines)),)
 
 

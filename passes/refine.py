@@ -45,18 +45,18 @@ class Neighbourhood:
     def moved_cuts(self, shape: Shape) -> Iterator[Shape]:
         """One cut elsewhere between its neighbours, near or at a coarse position; two cuts together."""
         cuts, counts, ways, skip = shape
+        few = len(counts) <= PAIRS
+        steps, pairs = (STEPS, (-8, -3, -2, -1, 1, 2, 3, 8)) if few else (STEPS[:6:2], (-2, -1, 1, 2))
         for index in range(1, len(cuts) - 1):
             low, at, high = cuts[index - 1], cuts[index], cuts[index + 1]
-            spots = {at + step for step in STEPS} | {at - step for step in STEPS}
-            spots |= set(self.coarse) if len(cuts) <= PAIRS else set()
+            spots = {at + step for step in steps} | {at - step for step in steps}
+            spots |= set(self.coarse) if few else set()
             for spot in sorted(spots):
                 if low < spot < high and spot != at:
                     yield (*cuts[:index], spot, *cuts[index + 1 :]), counts, ways, skip
-            for step in (-8, -3, -2, -1, 1, 2, 3, 8):
-                if index + 2 < len(cuts) and low < at + step and cuts[index + 1] + step < cuts[index + 2]:
-                    both = (*cuts[:index], at + step, high + step, *cuts[index + 2 :])
-                    if at + step < high + step and low < at + step:
-                        yield both, counts, ways, skip
+            for step in pairs:
+                if index + 2 < len(cuts) and low < at + step and high + step < cuts[index + 2]:
+                    yield (*cuts[:index], at + step, high + step, *cuts[index + 2 :]), counts, ways, skip
 
     def moved_devices(self, shape: Shape) -> Iterator[Shape]:
         """Devices from one stage to another, to or from those unused; with the cut between two neighbours moved."""
@@ -65,15 +65,15 @@ class Neighbourhood:
         unused = self.size - sum(counts)
         for a in range(stages):
             for b in range(stages):
-                if a == b or (stages > PAIRS and abs(a - b) > 2):
+                if a == b or (stages > PAIRS and abs(a - b) > 1):
                     continue
-                for step in self.amounts(counts[a]):
+                for step in self.amounts(counts[a], stages):
                     changed = list(counts)
                     changed[a] -= step
                     changed[b] += step
                     if self.whole(changed, ways, (a, b)):
                         yield cuts, tuple(changed), ways, skip
-                        if abs(a - b) == 1:
+                        if abs(a - b) == 1 and (stages <= PAIRS // 2 or step <= 2):
                             yield from self.shifted(cuts, tuple(changed), ways, skip, min(a, b) + 1)
             for step in (1, -1, 2, -2, 4, -4):
                 changed = list(counts)
@@ -94,18 +94,21 @@ class Neighbourhood:
     ) -> Iterator[Shape]:
         """The cut at `index` a little to either side, or where the work is in proportion to the devices."""
         low, at, high = cuts[index - 1], cuts[index], cuts[index + 1]
-        spots = {at + step for step in (-5, -3, -2, -1, 1, 2, 3, 5)}
+        few = len(counts) <= PAIRS
+        spots = {at + step for step in ((-5, -3, -2, -1, 1, 2, 3, 5) if few else (-1, 1))}
         share = counts[index - 1] / (counts[index - 1] + counts[index])
         aim = self.work[low] + share * (self.work[high] - self.work[low])
         near = bisect_left(self.coarse_work, aim)
-        spots |= set(self.coarse[max(0, near - 3) : near + 3])
+        reach = 3 if few else 1
+        spots |= set(self.coarse[max(0, near - reach) : near + reach])
         for spot in sorted(spots - {at}):
             if low < spot < high:
                 yield (*cuts[:index], spot, *cuts[index + 1 :]), counts, ways, skip
 
-    def amounts(self, count: int) -> list[int]:
+    def amounts(self, count: int, stages: int) -> list[int]:
         """How many devices may leave a stage of so many."""
-        return [step for step in (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256) if step < count]
+        wanted = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256) if stages <= PAIRS else (1, 4, 16, 64)
+        return [step for step in wanted if step < count]
 
     def whole(self, counts: list[int], ways: tuple[int, ...], where: tuple[int, int]) -> bool:
         """Whether these stages have whole replicas."""
@@ -128,7 +131,7 @@ class Neighbourhood:
     def split(self, shape: Shape) -> Iterator[Shape]:
         """One stage as two, its devices shared by work, one more or less."""
         for index in range(len(shape[1])):
-            yield from self.split_one(shape, index, 12)
+            yield from self.split_one(shape, index, 12 if len(shape[1]) <= PAIRS else 3)
 
     def split_one(self, shape: Shape, index: int, most: int) -> Iterator[Shape]:
         """Stage `index` as two, at no more than about `most` spots."""
@@ -173,7 +176,7 @@ class Neighbourhood:
         for way in range(len(self.widths)):
             if all(count % self.widths[way] == 0 for count in counts):
                 yield cuts, counts, (way,) * len(counts), skip
-            if len(counts) <= 4 * PAIRS:
+            if len(counts) <= PAIRS:
                 for index, count in enumerate(counts):
                     if way != ways[index] and count % self.widths[way] == 0:
                         yield cuts, counts, (*ways[:index], way, *ways[index + 1 :]), skip
