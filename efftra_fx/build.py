@@ -308,7 +308,9 @@ def check_meetings(programs: Mapping[int, RankProgram], works: Mapping[int, Stag
         if work is not None and work.together:
             cells = [i for i in programs[rank].instructions if isinstance(i, Load)]
             sizes = sorted({cell.stop - cell.start for cell in cells})
-            mine.append([rank, list(work.together), [f"{rows} rows {m}" for rows in sizes for m in _meetings(work, rows)]])
+            mine.append(
+                [rank, list(work.together), [f"{rows} rows {m}" for rows in sizes for m in _meetings(work, rows)]]
+            )
     first: dict[tuple[int, ...], tuple[int, list[str]]] = {}
     for rank, group, sums in sorted(one for some in world.gather(mine) for one in some):
         other, expected = first.setdefault(tuple(group), (rank, sums))

@@ -131,9 +131,7 @@ def alignments_kept_whole() -> Iterator[None]:
         zero_infinity: bool = False,
     ) -> Tensor:
         if not (isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)) or log_probs.ndim != 3:
-            plain: Tensor = original(
-                log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
-            )
+            plain: Tensor = original(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
             return plain
         operator = make_operator(
             "ctc_loss",

@@ -478,7 +478,9 @@ def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None)
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     begin = time.perf_counter()
-    wiring, sharded = shard_stages(stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like.sharded if like else None)
+    wiring, sharded = shard_stages(
+        stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like.sharded if like else None
+    )
     for index, one in enumerate(sharded):
         for rank, graph in enumerate(one.stages if one is not None else ()):
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)

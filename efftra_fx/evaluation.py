@@ -163,9 +163,7 @@ def run_evaluation(
             codes = evaluation.wide[program.stage]
             code = codes[program.tensor] if codes else forward_code(graph)
             group = tensor_group(plan, transport.rank)
-            stage = StageWork(
-                program.stage, graph.roles, graph.sends, own, (), lambda _: code, False, together=group
-            )
+            stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: code, False, together=group)
         executor = Executor(program, values, stage, tensors[transport.rank], None, transport, {})
         result = yield from executor.run(batch)
         joined = yield from gather_parts(transport, everyone, bounds, result.parts, "gathering outputs")

@@ -1,6 +1,6 @@
 """Train a Hugging Face GPT-2 on Python's own sources; the model computes its loss, the head is tied.
 
-    torchrun --nproc-per-node 2 --local-ranks-filter 0 examples/huggingface.py
+torchrun --nproc-per-node 2 --local-ranks-filter 0 examples/huggingface.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ and the step is (m - 1) P + y (`formulas.py`; y is never below x). A suffix of k
 have x <= K P for the K micro-batches it may keep in flight, so k is part of the state; and
 since 1F1B alternates strictly, two neighbours and what lies between them there and back
 must take no more than 3 P (2 P where S - s are in flight). One label is kept a state, the
-one with the least y. The bounds are scanned upwards. Cut positions are thinned out on long chains; the refinement puts them back.
+one with the least y. The bounds are scanned upwards.
+Cut positions are thinned out on long chains; the refinement puts them back.
 """
 
 from __future__ import annotations

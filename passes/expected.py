@@ -101,7 +101,9 @@ def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> tuple[Devic
             raise HeaderError(f"rank {rank} computes stage {program.stage}, but there are {wiring.stages} stages")
         width = widths.setdefault(program.stage, program.width)
         if program.width != width:
-            raise HeaderError(f"rank {rank} says that stage {program.stage} is {program.width} wide, another rank {width}")
+            raise HeaderError(
+                f"rank {rank} says that stage {program.stage} is {program.width} wide, another rank {width}"
+            )
         other = devices[program.stage].setdefault(program.replica * width + program.tensor, rank)
         if other != rank:
             what = f"replica {program.replica}" + (f", number {program.tensor}," if width > 1 else "")
@@ -110,6 +112,8 @@ def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> tuple[Devic
         if sorted(replicas) != list(range(len(replicas))) or not replicas:
             raise HeaderError(f"stage {stage} has replicas {sorted(replicas)}, expected 0, 1, … without a gap")
         if len(replicas) % widths[stage]:
-            raise HeaderError(f"stage {stage} has {len(replicas)} ranks, expected a multiple of its width {widths[stage]}")
+            raise HeaderError(
+                f"stage {stage} has {len(replicas)} ranks, expected a multiple of its width {widths[stage]}"
+            )
     ranks = tuple(tuple(replicas[q] for q in range(len(replicas))) for replicas in devices)
     return ranks, tuple(widths[stage] for stage in range(len(ranks)))

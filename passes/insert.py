@@ -59,7 +59,7 @@ def expression(size: Any) -> sympy.Expr:
 def size_node(
     graph: fx.Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, tuple[fx.Node, int]]
 ) -> fx.Node | int | None:
-    """Insert nodes that compute a polynomial in the batch symbols from the inputs' sizes; None for other expressions."""
+    """Insert nodes that compute a polynomial in the batch symbols from the inputs' sizes; None for others."""
     if expr.is_Integer:
         return int(expr)
     if expr in symbols:

@@ -121,8 +121,8 @@ def reduce_groups(
         found: tuple[tuple[int, ...], ...] = (reduce_group(parameter.stages, devices),)
     elif len(parameter.stages) > 1:
         raise PlanError(
-            f"parameter {parameter.name!r} is read in stages {list(parameter.stages)}, of which stage {wide[0]} is wider "
-            f"than one rank, so its gradients there must be partial sums"
+            f"parameter {parameter.name!r} is read in stages {list(parameter.stages)}, of which stage {wide[0]} is "
+            f"wider than one rank, so its gradients there must be partial sums"
         )
     else:
         assert widths is not None

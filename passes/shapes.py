@@ -55,7 +55,10 @@ class AnnotateShapes:
         return gm
 
 
-def spec_of(value: Tensor, work: sympy.Expr = sympy.Integer(0)) -> Spec:
+_NOTHING = sympy.Integer(0)
+
+
+def spec_of(value: Tensor, work: sympy.Expr = _NOTHING) -> Spec:
     """Return the typed contract of a (fake) tensor."""
     shape = tuple(expression(size) for size in value.shape)
     return Spec(str(value.dtype).removeprefix("torch."), shape, work, elements(value) * value.element_size())

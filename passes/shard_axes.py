@@ -141,7 +141,9 @@ def aligned(operand: Any, out: Tensor, names: Letters) -> Letters:
     return tuple(None if sizes[d] == 1 and full[d + offset] != 1 else names[d + offset] for d in range(value.ndim))
 
 
-_LINEAR_POINTWISE = frozenset({aten.neg.default, aten.clone.default, aten.alias.default, aten.mul.Scalar, aten.div.Scalar})
+_LINEAR_POINTWISE = frozenset(
+    {aten.neg.default, aten.clone.default, aten.alias.default, aten.mul.Scalar, aten.div.Scalar}
+)
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
 
@@ -159,7 +161,9 @@ def pointwise(node: fx.Node) -> Axes | None:
     if node.target in _LINEAR_POINTWISE or node.target in _SUMS:
         moving = (frozenset(range(len(given))),) if len(given) == len(tensor_places(node)) else ()
     elif node.target in _PRODUCTS:
-        moving = (frozenset({0}),) if node.target is aten.div.Tensor or len(given) == 1 else (frozenset({0}), frozenset({1}))
+        moving = (
+            (frozenset({0}),) if node.target is aten.div.Tensor or len(given) == 1 else (frozenset({0}), frozenset({1}))
+        )
     if node.target in _SUMS and len(given) == 1:
         moving = ()
     return Axes(tuple(aligned(o, out, names) for o in given), (names,) * len(results(node)), linear=moving)
@@ -302,8 +306,18 @@ def _keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Lette
     return Axes((names, *rest), made)
 
 
-@_for(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
-      aten.sort.default, aten.topk.default, aten.flip.default, aten.cumprod.default, aten.logcumsumexp.default)  # fmt: skip
+@_for(
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.log_softmax.int,
+    aten._log_softmax.default,
+    aten.cumsum.default,
+    aten.sort.default,
+    aten.topk.default,
+    aten.flip.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+)
 def _along_dim(node: fx.Node, a: dict[str, Any]) -> Axes:
     dims = a["dims"] if "dims" in a else [a["dim"]]
     return _keeping(node, a["self"], dims)

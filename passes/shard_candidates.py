@@ -195,7 +195,10 @@ def rounded_calls(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> set[fx.Node]:
     return {
         node
         for node in calls
-        if any(isinstance(v, Tensor) and v.dtype in coarse for v in (*results(node), *(n.meta["val"] for n in operands(node))))
+        if any(
+            isinstance(v, Tensor) and v.dtype in coarse
+            for v in (*results(node), *(n.meta["val"] for n in operands(node)))
+        )
     }
 
 
@@ -210,7 +213,9 @@ def moving_values(gm: fx.GraphModule, trained: frozenset[str] | None = None) -> 
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             role = ROLE[node]
-            if (role.kind == "parameter" and is_trained(role, trained)) or (role.kind == "value" and _smooth(node.meta["val"])):
+            if (role.kind == "parameter" and is_trained(role, trained)) or (
+                role.kind == "value" and _smooth(node.meta["val"])
+            ):
                 moving.add((node, 0))
         elif node.op == "call_function" and not is_item(node):
             if str(node.target) != "aten.detach.default" and any(place_of(n) in moving for n in _tensors(node)):

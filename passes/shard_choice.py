@@ -28,11 +28,11 @@ from efftra_fx.errors import PlanError
 from efftra_fx.meta import ROLE
 
 from .blocks import size_at
+from .shapes import elements, operations
 from .shard_axes import extents, operands, results
 from .shard_candidates import Candidates, Place, place_of
 from .shard_cuts import Placement
 from .shard_rules import Strategy
-from .shapes import elements, operations
 
 _ROUNDS = 3
 
@@ -124,9 +124,7 @@ def strategy_cost(node: fx.Node, strategy: Strategy, found: Candidates, prices: 
         extra = value * prices.summed_byte_s / 4 if strategy.outputs[0].kind == "copied" else 0.0
         return value * strategy.outputs[0].share * prices.held_byte_s + extra if _held(node) else 0.0
     work = size_at(operations(node), prices.rows) * strategy.share * prices.operation_s
-    moved = sum(
-        value_bytes((node, i), prices.rows) * place.share for i, place in enumerate(strategy.outputs)
-    ) + sum(
+    moved = sum(value_bytes((node, i), prices.rows) * place.share for i, place in enumerate(strategy.outputs)) + sum(
         value_bytes(place_of(o), prices.rows) * place.share
         for o, place in zip(operands(node), strategy.inputs, strict=True)
     )
@@ -149,8 +147,8 @@ def _classes(found: Candidates) -> dict[fx.Node, int]:
     labels: dict[fx.Node, Any] = {node: _label(node, some) for node, some in found.strategies.items()}
     numbers = _number(labels)
     around: dict[fx.Node, list[fx.Node]] = {node: [] for node in labels}
-    for (maker, index), readers in found.readers.items():
-        for reader, at in readers:
+    for (maker, _), readers in found.readers.items():
+        for reader, _ in readers:
             if maker in around:
                 around[maker].append(reader)
     for _ in range(_ROUNDS):
@@ -213,7 +211,9 @@ class _Model:
         done: set[Any] = set()
         for node, strategies in self.found.strategies.items():
             own = [
-                self.variable(("z", self.classes[node], s), strategy_cost(node, strategy, self.found, self.prices), True)
+                self.variable(
+                    ("z", self.classes[node], s), strategy_cost(node, strategy, self.found, self.prices), True
+                )
                 for s, strategy in enumerate(strategies)
             ]
             if self.classes[node] not in done:
@@ -226,9 +226,7 @@ class _Model:
             if place[0] in self.found.strategies and place not in self.found.readers:
                 self.add_value(place, (), True, done)
 
-    def add_value(
-        self, place: Place, readers: Iterable[tuple[fx.Node, int]], is_output: bool, done: set[Any]
-    ) -> None:
+    def add_value(self, place: Place, readers: Iterable[tuple[fx.Node, int]], is_output: bool, done: set[Any]) -> None:
         node, number = place
         made = [s.outputs[number] for s in self.found.strategies[node]]
         sources = list(dict.fromkeys(made))

@@ -287,7 +287,9 @@ def _split(node: fx.Node, result: bool, index: int, dim: int, cut: Cut, find: Fi
     sizes = [extents(v)[along] for v in made]
     if None in sizes:
         return None
-    pieces = _pieces(cut, sizes) if not result else [cut if j == index else find(True, j, dim) for j in range(len(made))]
+    pieces = (
+        _pieces(cut, sizes) if not result else [cut if j == index else find(True, j, dim) for j in range(len(made))]
+    )
     if any(piece is None or piece.size != size for piece, size in zip(pieces, sizes, strict=True)):
         return None
     kept = [piece for piece in pieces if piece is not None]

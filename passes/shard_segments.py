@@ -112,7 +112,9 @@ class Segments:
                     value = slots[slot]
                     for gone in frees:
                         del slots[gone]
-                    value = value if fresh and value.is_contiguous() else value.clone(memory_format=torch.contiguous_format)
+                    value = (
+                        value if fresh and value.is_contiguous() else value.clone(memory_format=torch.contiguous_format)
+                    )
                     tokens[node] = yield True, value
                     value = None
                 case _Wait(node, slot):

@@ -162,7 +162,7 @@ def _verify_tensor_groups(programs: Mapping[int, RankProgram], devices: Devices,
                             for one, at, work in ((first, here, mine), (rank, there, other))
                         ]
                         raise ReduceOrderError(
-                            f"{words[0]} meets {words[1]}: ranks of a tensor group must compute the same in the same order"
+                            f"{words[0]} meets {words[1]}: ranks of a tensor group must compute the same, in one order"
                         )
 
 

@@ -26,7 +26,7 @@ Operands = dict[str, Tensor]
 
 @dataclass
 class Maker:
-    """A graph under construction; tensors are float64 parameters or inputs, `rows` their dimension that is the batch."""
+    """A graph under construction; tensors are float64 parameters or inputs, `rows` the dimension of their batch."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(shape_env=ShapeEnv()))

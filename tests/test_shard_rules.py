@@ -83,7 +83,11 @@ def attention(m: Maker, n: Sizes) -> fx.Node:
 
 def grouped_attention(m: Maker, n: Sizes) -> fx.Node:
     h = n()
-    query, key, value = m.value(tensor(2, 2 * h, 3, 4), 0), m.value(tensor(2, h, 3, 4), 0), m.value(tensor(2, h, 3, 4), 0)
+    query, key, value = (
+        m.value(tensor(2, 2 * h, 3, 4), 0),
+        m.value(tensor(2, h, 3, 4), 0),
+        m.value(tensor(2, h, 3, 4), 0),
+    )
     return m.call(aten.scaled_dot_product_attention.default, query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -101,7 +105,11 @@ def layer_norm(m: Maker, n: Sizes) -> fx.Node:
 def group_norm(m: Maker, n: Sizes) -> fx.Node:
     g = n()
     return m.call(
-        aten.group_norm.default, m.value(tensor(3, 2 * g, 3), 0), g, m.parameter(tensor(2 * g)), m.parameter(tensor(2 * g))
+        aten.group_norm.default,
+        m.value(tensor(3, 2 * g, 3), 0),
+        g,
+        m.parameter(tensor(2 * g)),
+        m.parameter(tensor(2 * g)),
     )
 
 
@@ -264,11 +272,11 @@ def unknown(m: Maker, n: Sizes) -> fx.Node:
 
 
 BUILDS = (
-    linear, addmm, mm, square, bmm, baddbmm, matmul, einsum, embedding, attention, grouped_attention, softmax, layer_norm,
-    group_norm, convolution, grouped_convolution, turned_convolution, pooling, product, addition, activation, gated, chosen,
-    total, average, largest, split_heads, split_fused, merge_heads, merge_with_rows, flattened, transposed, expanded,
-    repeated, squeezed, selected, split_piece, chunked, joined, stacked, gathered, indexed, dropped, cross_entropy,
-    squared_error, doubled, unknown,
+    linear, addmm, mm, square, bmm, baddbmm, matmul, einsum, embedding, attention, grouped_attention, softmax,
+    layer_norm, group_norm, convolution, grouped_convolution, turned_convolution, pooling, product, addition,
+    activation, gated, chosen, total, average, largest, split_heads, split_fused, merge_heads, merge_with_rows,
+    flattened, transposed, expanded, repeated, squeezed, selected, split_piece, chunked, joined, stacked, gathered,
+    indexed, dropped, cross_entropy, squared_error, doubled, unknown,
 )  # fmt: skip
 
 
@@ -342,4 +350,6 @@ def test_a_dropout_that_is_cut_draws_the_mask_of_the_whole() -> None:
     found = find_candidates(gm, 2)
     ways = {n: s for n, some in found.strategies.items() for s in some if s.outputs[0].cut is not None}
     assert len(ways) == 3
-    hold_against_one_device(maker, gm, found, replace(whole_choice(found), strategies={**whole_choice(found).strategies, **ways}))
+    hold_against_one_device(
+        maker, gm, found, replace(whole_choice(found), strategies={**whole_choice(found).strategies, **ways})
+    )
