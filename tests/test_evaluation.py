@@ -1,0 +1,114 @@
+"""What a compiled model says in eval mode is what the plain model says."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import DROPOUT, NORMED, ZOO, Batch, Example
+from rig import lay_out, rig_of
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from efftra_fx.errors import InputError
+
+
+def assert_same_output(expected: Any, found: Any) -> None:
+    """Hold containers to be equal and tensors to be close."""
+    ours, tree = pytree.tree_flatten(found)
+    theirs, other = pytree.tree_flatten(expected)
+    assert tree == other and type(expected) is type(found)
+    for a, b in zip(theirs, ours, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            assert a.dtype == b.dtype and not b.requires_grad
+            torch.testing.assert_close(b, a, rtol=1e-6 if a.dtype == torch.float32 else 1e-10, atol=1e-12)
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("vgg", (2, 1)), ("unet", (1, 1, 1)), ("gpt2", (1, 2, 1)), ("lstm", (1, 3))]
+)
+def test_it_equals_the_plain_models_output_whole_and_in_order(name: str, shape: tuple[int, ...]) -> None:
+    rig = rig_of(ZOO[name])
+    program = rig.program(lay_out(rig.blocks, shape, 4))
+    for rows in (12, 5, 1):
+        batch = ZOO[name].data(rows)
+        with torch.no_grad():
+            expected = rig.model(*batch.args, **batch.kwargs)
+        assert_same_output(expected, program.evaluate(*batch.args, **batch.kwargs))
+
+
+@pytest.mark.parametrize("example", [DROPOUT, NORMED], ids=lambda example: example.name)
+def test_in_training_too_nothing_is_dropped_and_no_statistics_change(example: Example) -> None:
+    rig = rig_of(example)
+    program, batch = rig.program(lay_out(rig.blocks, (2, 1), 2)), example.data(7)
+    before = {name: tensor.clone() for name, tensor in rig.model.state_dict().items()}
+    rig.model.eval()
+    with torch.no_grad():
+        expected = rig.model(*batch.args)
+    rig.model.train()
+    assert_same_output(expected, program.evaluate(*batch.args))
+    assert all(module.training for module in rig.model.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in rig.model.state_dict().items())
+
+
+class Two(NamedTuple):
+    """A model's outputs."""
+
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class Nested(nn.Module):
+    """Returns a container of containers, one value of which is for the whole batch and one no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Two:
+        hidden = self.one(x)
+        return Two(self.two(hidden.relu()), {"hidden": hidden, "weight": self.two.weight * 2, "kind": "nested"})
+
+
+NESTED = Example("nested", Nested, ZOO["mlp"].batch, lambda output, target: F.cross_entropy(output.logits, target))
+
+
+def test_containers_come_back_as_the_model_makes_them() -> None:
+    example = Example(
+        "nested", Nested, ZOO["mlp"].batch, lambda output, target: nn.functional.cross_entropy(output.logits, target)
+    )
+    rig = rig_of(example)
+    program, batch = rig.program(lay_out(rig.blocks, (1, 1), 3)), NESTED.data(8)
+    with torch.no_grad():
+        expected = rig.model(*batch.args)
+    found = program.evaluate(*batch.args)
+    assert_same_output(expected, found)
+    assert found.extra["kind"] == "nested"
+
+
+def test_it_follows_training() -> None:
+    rig = rig_of(ZOO["mlp"])
+    program, batch = rig.program(lay_out(4, (1, 2), 2)), ZOO["mlp"].data(12)
+    first = program.evaluate(*batch.args)
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.5)
+    program.step(*batch.args, target=batch.target)
+    optimizer.step()
+    rig.model.zero_grad()
+    second = program.evaluate(*batch.args)
+    assert not torch.allclose(first, second)
+    with torch.no_grad():
+        assert_same_output(rig.model(*batch.args), second)
+
+
+def test_it_takes_what_the_model_takes() -> None:
+    program = rig_of(ZOO["mlp"]).program(lay_out(4, (1, 1), 2))
+    batch: Batch = ZOO["mlp"].data(4)
+    with torch.no_grad():
+        assert_same_output(program.model(*batch.args), program.evaluate(input=batch.args[0]))
+    with pytest.raises(InputError, match="cannot be called like this"):
+        program.evaluate(*batch.args, batch.target)
