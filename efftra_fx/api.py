@@ -319,7 +319,7 @@ class CompiledModel:
 
     def _named(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         device = self.world.device
-        return {name: t.detach().to(device) for name, t in zip(call.tensor_names, tensors, strict=True)}
+        return {name: t.detach().to(device).contiguous() for name, t in zip(call.tensor_names, tensors, strict=True)}
 
     def _run(self, form: int, batch: Batch, seed: int) -> dict[int, StepResult]:
         executors = self._prepare(batch.rows, form)

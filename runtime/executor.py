@@ -306,7 +306,7 @@ class Executor:
             operands = {}
             for name in names:
                 dim, tensor = batch.dims[name], batch.tensors[name]
-                operands[name] = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+                operands[name] = tensor if dim is None else tensor.narrow(dim, start, stop - start).contiguous()
             step.operands[micro_batch] = operands
 
         return act
