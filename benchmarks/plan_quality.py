@@ -62,8 +62,11 @@ def main() -> int:
     words.add_argument("--csv", type=Path, help="also write the table as CSV")
     options = words.parse_args()
     rows = []
+    titles = ("ours", "optimum", "overlap", "dp ovl", "gpipe", "pipedr.")
     print(
-        f"{'setting':29}{'ours':>9}{'optimum':>9}{'ratio':>8}{'overlap':>9}{'dp ovl':>9}{'gpipe':>9}{'pipedr.':>9}  plan"
+        f"{'setting':29}{titles[0]:>9}{titles[1]:>9}{'ratio':>8}"
+        + "".join(f"{one:>9}" for one in titles[2:])
+        + "  plan"
     )
     for row in planned_rows(options.folder, options.only):
         rows.append(row)
@@ -72,9 +75,8 @@ def main() -> int:
         print("no setting has that name")
         return 1
     worst = max(rows, key=lambda row: row.ratio)
-    print(
-        f"\nworst ratio {worst.ratio:.4f} ({worst.name}); {sum(row.ratio < 0.9995 for row in rows)} of {len(rows)} below"
-    )
+    below = sum(row.ratio < 0.9995 for row in rows)
+    print(f"\nworst ratio {worst.ratio:.4f} ({worst.name}); {below} of {len(rows)} below the best known")
     print(f"never above the plain plans: {all(row.never_worse for row in rows)}")
     print(
         f"planning: {sum(row.planning_s for row in rows) / len(rows) / 2:.2f} s of processor time a plan on average\n"
