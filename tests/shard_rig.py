@@ -178,9 +178,9 @@ def hold_against_one_device(maker: Maker, gm: fx.GraphModule, found: Candidates,
         if place.kind == "copied":
             close(sum(p for p in parts if p is not None), whole)  # type: ignore[arg-type]
             continue
-        for rank, mine in enumerate(parts):
+        for rank, part in enumerate(parts):
             wanted = share_of(whole, place, rank)
-            close(torch.zeros_like(wanted) if mine is None else mine, wanted)
+            close(torch.zeros_like(wanted) if part is None else part, wanted)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

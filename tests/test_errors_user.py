@@ -276,8 +276,8 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         if y.sum() > 0:
-            return y
-        return -y
+            return y  # type: ignore[no-any-return]
+        return -y  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
@@ -415,6 +415,7 @@ def wrong_here() -> list[str]:
     rank = program.world.ranks[0]
     tokens = torch.arange(12) % 5
     said = []
+    attempt: Callable[[], Tensor]
     for attempt in (
         lambda: program.step(tokens.float() if rank == 1 else tokens, target=tokens % 3),
         lambda: program.step(tokens) if rank == 0 else program.step(tokens, target=tokens % 3),

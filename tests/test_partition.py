@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import plan_oracle as oracle
 import pytest
@@ -45,7 +46,7 @@ def best_of_all(chain: Chain, cluster: Cluster, rows: int, overlap: bool, whole:
 def check_against_all(chain: Chain, cluster: Cluster, rows: int, overlap: bool, whole: bool, forwarded: bool) -> None:
     """The planner's step is the least of all, and the oracle prices its plan the same."""
     best = best_of_all(chain, cluster, rows, overlap, whole, forwarded)
-    options = {"overlap": overlap, "whole_rows": whole, "forwarded_skips": forwarded}
+    options: dict[str, Any] = {"overlap": overlap, "whole_rows": whole, "forwarded_skips": forwarded}
     if best == float("inf"):
         with pytest.raises(MemoryPlanError, match="no plan fits"):
             partition(chain, cluster, rows, **options)
@@ -170,7 +171,7 @@ def test_replicas_micro_batches_and_schedule_can_be_fixed(replicas: tuple[int, .
         ({"tensor": 2}, "tensor=2: .* has costs for tensor width 1 only"),
     ],
 )
-def test_a_fixed_part_that_cannot_be_had_is_an_error(fixed: dict[str, int], words: str) -> None:
+def test_a_fixed_part_that_cannot_be_had_is_an_error(fixed: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         partition(chain_of(3), Cluster.local(4), 8, **fixed)
 

@@ -72,4 +72,5 @@ def test_cuts_behind_one_another_come_apart_again(some: list[Cut]) -> None:
 def test_shares_spread_out_add_up_to_the_whole(cut: Cut, periods: int, other: int) -> None:
     whole = torch.arange(other * cut.size * periods * 2).view(other, cut.size * periods, 2)
     shares = [take(whole, 1, part, cut.size) for part in cut.parts]
-    assert torch.equal(sum(spread(s, 1, part, cut.size) for s, part in zip(shares, cut.parts, strict=True)), whole)
+    spreads = [spread(s, 1, part, cut.size) for s, part in zip(shares, cut.parts, strict=True)]
+    assert torch.equal(torch.stack(spreads).sum(0), whole)

@@ -78,10 +78,10 @@ def test_nodes_of_one_color_and_what_a_cycle_between_groups_ties_together_are_on
 
 def test_backward_nodes_join_their_forward_nodes() -> None:
     nodes = [
-        node(1, color=1, **{"pass": "forward"}),
-        node(2, color=2, **{"pass": "forward"}),
-        node(3, color=2, **{"pass": "backward"}),
-        node(4, color=1, **{"pass": "backward"}),
+        node(1, color=1) | {"pass": "forward"},
+        node(2, color=2) | {"pass": "forward"},
+        node(3, color=2) | {"pass": "backward"},
+        node(4, color=1) | {"pass": "backward"},
     ]
     _, ids = read_workload(profile(nodes, [[1, 2], [2, 3], [3, 4], [1, 4]])).chain()
     assert [sorted(one) for one in ids] == [[1, 4], [2, 3]]
