@@ -393,14 +393,7 @@ def _wide_plan(
     """Return a plan with these tensor widths by stage; what else is not fixed is chosen as for as many replicas."""
     widths = options.tensor
     assert widths is not None
-    if min(widths, default=0) < 1:
-        raise PlanError(f"tensor={widths} must name a width of 1 or more for each stage")
-    stages = options.stages or (len(options.cuts) + 1 if options.cuts is not None else len(widths))
-    if stages != len(widths):
-        raise PlanError(f"tensor={widths} is for {len(widths)} stages, but there are to be {stages}")
-    replicas = options.replicas or (1,) * stages
-    if len(replicas) != stages:
-        raise PlanError(f"tensor={widths} is for {stages} stages, but replicas={replicas} for {len(replicas)}")
+    stages, replicas = len(widths), options.replicas or (1,) * len(widths)
     counts = tuple(r * t for r, t in zip(replicas, widths, strict=True))
     devices = len(cluster.devices)
     if sum(counts) > devices:
