@@ -29,7 +29,8 @@ from .table import Floats, Ints, Layout, Table
 Mask = NDArray[np.bool_]
 Links = NDArray[np.int32]
 
-RATIOS = (1.02, 1.05, 1.09, 1.14, 1.2, 1.27, 1.35, 1.45, 1.6, 1.8, 2.1, 2.6, 3.5, 5.0)  # of the fastest period
+FINE = tuple(1.0 + 0.04 * step for step in range(1, 17))  # the same, where it is cheap
+RATIOS = (1.02, 1.07, 1.13, 1.2, 1.28, 1.37, 1.5, 1.75, 2.2, 3.5)  # bounds, over the fastest period
 
 
 @dataclass(frozen=True)
@@ -344,13 +345,13 @@ def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: 
     if micro_batches == 1 or tightest <= 0:
         ratios: tuple[float, ...] = RATIOS[:1]
     else:
-        ratios = RATIOS[:rounds]
+        ratios = (*FINE, *RATIOS[7:]) if layout.size <= 8 else RATIOS[:rounds]
     found = []
     orders = {None: (False, True), "1f1b": (False,), "gpipe": (True,)}[search.request.schedule]
     for gpipe in orders if micro_batches > 1 else orders[:1]:
         program.set_order(gpipe)
         best = np.inf
-        for ratio in ratios[::2] if gpipe and len(orders) > 1 else ratios:
+        for ratio in ratios[::3] if gpipe and len(orders) > 1 else ratios:
             period = max(tightest, 1e-12) * ratio if micro_batches > 1 else IMPOSSIBLE / 2
             if (micro_batches - 1) * period > min(best, search.least_s):
                 break

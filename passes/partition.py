@@ -30,6 +30,7 @@ from .table import Layout, Table
 from .wide import wide_scan
 
 NARROW = 32  # devices in a line up to which the dynamic program tells positions apart
+SMALL = 8  # devices in a line up to which more starts are refined
 MANY = 64  # devices in a cluster from which on the search is coarser
 MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
 POSITIONS = 28  # cut positions that it looks at
@@ -306,15 +307,39 @@ def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape
     for value, index, micro, layout, starts in seeds:
         if search.enough() or value > 1.5 * search.least_s:
             break
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts[:6], 3, 1 if many else 2)
+        front = refine(
+            search,
+            layout,
+            micro,
+            orders_of(search.request, micro),
+            starts[: 16 if layout.size <= SMALL else 6],
+            3,
+            1 if many else 2,
+        )
         if front:
-            better.append((front[0][0], index, micro, layout, [shape for _, shape in front] + starts[:4]))
+            better.append(
+                (
+                    front[0][0],
+                    index,
+                    micro,
+                    layout,
+                    [shape for _, shape in front] + starts[: 12 if layout.size <= SMALL else 4],
+                )
+            )
     better.sort(key=lambda one: one[:3])
     for value, _, micro, layout, starts in better[: 2 if many else 3]:
         if search.enough() or value > 1.1 * search.least_s:
             break
         tried = {micro}
-        front = refine(search, layout, micro, orders_of(search.request, micro), starts, 2 if many else 4, 12)
+        front = refine(
+            search,
+            layout,
+            micro,
+            orders_of(search.request, micro),
+            starts,
+            2 if many else 10 if layout.size <= SMALL else 4,
+            12,
+        )
         while len(micros) > 1 and front:
             values = {}
             shapes = [shape for _, shape in front]
