@@ -247,11 +247,14 @@ def groups_of(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int]
 
 
 def _view_seeds(node: fx.Node, width: int) -> list[Strategy]:
-    """Return cuts of the dimensions that a view makes out of others, or merges."""
+    """Return cuts of the dimensions that a view makes out of others, or merges.
+
+    Positions that are merged with rows of the batch are left alone: cutting them would copy every weight.
+    """
     before, after = value_of(operands(node)[0]), results(node)[0]
     found = []
     for left, right in groups_of(hints(before), hints(after)):
-        if len(left) == len(right) == 1:
+        if len(left) == len(right) == 1 or _merges_rows(before, left) or _merges_rows(after, right):
             continue
         for result, value, dims in ((True, after, right), (False, before, left)):
             for d in dims:
@@ -263,6 +266,10 @@ def _view_seeds(node: fx.Node, width: int) -> list[Strategy]:
                 if one is not None:
                     found.append(one)
     return found
+
+
+def _merges_rows(value: Tensor, dims: Sequence[int]) -> bool:
+    return len(dims) == 1 and extents(value)[dims[0]] is None
 
 
 # splits and joins: a cut along the split dimension consists of cuts of the pieces
