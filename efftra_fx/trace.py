@@ -29,7 +29,7 @@ from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
-from efftra_fx.places import line_of_error, modules_of_error
+from efftra_fx.places import is_user_file, line_of_error, modules_of_error
 from efftra_fx.signature import Call, distinct
 
 LossFn = Callable[..., Any]
@@ -398,7 +398,7 @@ def _plain_graph(
     values = list(output.args[0])
     news, results = values[: len(mutated)], values[len(mutated) :]
     make_normal(gm.graph)
-    _note_places(gm.graph)
+    _note_places(gm.graph, step)
     written = tuple(names.get(str(t), _bare(str(t))) for t, _ in mutated)
     results, guards = _split_guards(gm, results, asked, written, constants)
     output.args = ((*results, *news),)
@@ -488,8 +488,13 @@ def _role(
     raise CaptureError(f"the model holds a {kind.name.lower()} '{target}', which has no place in a graph of tensors")
 
 
-def _note_places(graph: fx.Graph) -> None:
-    """Write module path and user's source line on every node under this package's own keys."""
+def _note_places(graph: fx.Graph, step: _Step) -> None:
+    """Write module path and user's source line on every node under this package's own keys.
+
+    Outside of modules the exporter keeps no lines; what is computed there belongs to the loss function.
+    """
+    code = getattr(step.loss_fn, "__code__", None)
+    loss = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' if code is not None else ""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -497,9 +502,9 @@ def _note_places(graph: fx.Graph) -> None:
         path = next((_bare(p) for p, _ in reversed(list(stack.values())) if p), "")
         PATH[node] = "" if path == "model" else path
         lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-        users = [line for line in lines if line.startswith("File") and "/torch/" not in line]
-        if users:
-            SOURCE[node] = users[-1]
+        users = [line for line in lines if line.startswith("File") and is_user_file(line.split('"')[1])]
+        if users or loss:
+            SOURCE[node] = users[-1] if users else loss
 
 
 def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
