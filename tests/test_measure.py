@@ -1,0 +1,153 @@
+"""Costs of blocks: equal blocks are timed once, what was measured is kept as data, nothing is below zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import TWO_LAYERS, ZOO, Example
+from rig import rig_of
+from torch import nn
+
+from efftra_fx import Cluster, compile
+from efftra_fx.compiler import Front
+from efftra_fx.cost import CostTable, NodeCost, Timing
+from efftra_fx.meta import BLOCK, STAGE
+from efftra_fx.passes import measure
+from efftra_fx.passes.blocks import chain_nodes
+from efftra_fx.passes.measure import (
+    block_graphs,
+    cache_file,
+    load_costs,
+    measure_chain,
+    measure_nodes,
+    sample_rows,
+    save_costs,
+)
+
+EQUAL = Example(
+    "equal layers",
+    lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 3)),
+    ZOO["mlp"].batch,
+    ZOO["mlp"].loss_fn,
+)
+
+
+def chain_of(front: Front, **options: Any) -> Any:
+    """Measure the blocks of a captured step."""
+    inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
+    return measure_chain(front.gm, front.tensors, inputs, front.rows, joined=not front.tail.linear, **options)
+
+
+def test_equal_blocks_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = rig_of(EQUAL).first.built.front
+    timed = []
+    honest = measure._time
+    monkeypatch.setattr(measure, "_time", lambda *args: timed.append(args[3]) or honest(*args))
+    chain, table = chain_of(front, repeats=1)
+    unique = len({graph.key for graph in block_graphs(front.gm, 5, False)})
+    assert len(chain.blocks) == 5 and len(table.costs) == unique == 3  # first (no gradient to its input), middle, last
+    assert sorted(timed) == sorted([*sample_rows(12)] * unique)
+    assert [block.name for block in chain.blocks] == ["0", "2", "4", "6", "8"]
+    assert chain.blocks[1].forward == chain.blocks[2].forward == chain.blocks[3].forward
+
+
+def test_measured_times_are_times_and_bytes_are_the_models() -> None:
+    front = rig_of(TWO_LAYERS).first.built.front
+    chain, _ = chain_of(front, repeats=2)
+    for block in chain.blocks:
+        for timing in (block.forward, block.backward):
+            assert timing.fixed_s >= 0 and timing.per_row_s >= 0 and timing.at(8) > 0
+    assert [block.parameter_bytes for block in chain.blocks] == [8 * (12 + 2), 8 * (6 + 3)]
+    (crossing,) = chain.crossings
+    assert crossing.bytes_per_row == 16 and crossing.producer_block == 0 and crossing.consumer_blocks == (1,)
+
+
+def test_what_is_known_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = rig_of(EQUAL).first.built.front
+    first, table = chain_of(front, repeats=1)
+    monkeypatch.setattr(measure, "_time", lambda *args: pytest.fail("timed again"))
+    again, same = chain_of(front, repeats=1, known=table)
+    assert again == first and same.costs == table.costs
+
+
+def test_estimating_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = rig_of(TWO_LAYERS).first.built.front
+    monkeypatch.setattr(measure, "_filled", lambda *args: pytest.fail("made a tensor to run"))
+    chain, _ = chain_of(front, repeats=0)
+    assert all(block.forward.at(4) > 0 for block in chain.blocks)
+    assert chain.blocks[0].forward.at(8) == pytest.approx(2 * chain.blocks[0].forward.at(4))
+
+
+def test_measuring_leaves_no_stage_behind() -> None:
+    front = rig_of(TWO_LAYERS).first.built.front
+    chain_of(front, repeats=0)
+    assert not any(STAGE.on(node) for node in front.gm.graph.nodes)
+
+
+def test_single_nodes_are_timed_on_request_and_the_blocks_stay() -> None:
+    front = rig_of(TWO_LAYERS).first.built.front
+    before = {node: BLOCK[node] for node in chain_nodes(front.gm)}
+    inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
+    table = measure_nodes(front.gm, front.tensors, inputs, front.rows, repeats=1)
+    names = [node.name for node in before]
+    assert [cost.name for cost in table.costs] == names
+    assert {node: BLOCK[node] for node in chain_nodes(front.gm)} == before
+
+
+def test_costs_are_kept_on_disk_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFTRA_FX_CACHE", str(tmp_path / "cache"))
+    one, two = cache_file(["graph", "cpu"]), cache_file(["graph", "cuda"])
+    assert one != two and one.parent == tmp_path / "cache" and one == cache_file(["graph", "cpu"])
+    assert load_costs(one) is None
+    table = CostTable("rows (2, 6)", (NodeCost("a", Timing(1e-5, 1e-6), Timing(2e-5, 3e-6), 64, 32, 16, 8),))
+    save_costs(one, table)
+    assert load_costs(one) == table and load_costs(two) is None
+    assert [path.name for path in one.parent.iterdir()] == [one.name]
+    for broken in ("", "{", "[]", one.read_text().replace("1e-05", "-1")):
+        one.write_text(broken)
+        assert load_costs(one) is None  # then it is measured again
+
+
+def test_a_second_compilation_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFTRA_FX_CACHE", str(tmp_path))
+    batch = TWO_LAYERS.data(12)
+    given: dict[str, Any] = {
+        "example_inputs": batch.args,
+        "example_target": batch.target,
+        "loss_fn": TWO_LAYERS.loss_fn,
+    }
+    first = compile(TWO_LAYERS.build(), Cluster.local(2), **given)
+    monkeypatch.setattr(measure, "_time", lambda *args: pytest.fail("timed again"))
+    second = compile(TWO_LAYERS.build(seed=1), Cluster.local(2), **given)
+    assert second.plan == first.plan
+    assert list(tmp_path.glob("costs-*.json"))
+
+
+@given(st.integers(1, 10_000))
+def test_samples_have_two_sizes_and_never_one_row(rows: int) -> None:
+    small, large = sample_rows(rows)
+    assert 2 <= small < large and (rows < 6 or large <= rows)
+
+
+seconds = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.integers(1, 50), seconds, st.integers(0, 50), seconds)
+def test_a_line_through_two_times_is_never_below_zero_and_meets_the_larger(
+    x0: int, y0: float, more: int, y1: float
+) -> None:
+    line = measure._line(x0, y0, x0 + more, y1)
+    assert line.fixed_s >= 0 and line.per_row_s >= 0
+    assert line.at(x0 + more) == pytest.approx(y1, rel=1e-9, abs=1e-12)
+
+
+def test_a_meta_tensor_is_filled_with_harmless_values() -> None:
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
+        tensor = measure._filled(torch.empty(2, 3, dtype=dtype, device="meta").T, "cpu")
+        assert tensor.shape == (3, 2) and tensor.stride() == (1, 3) and tensor.dtype == dtype
+        assert bool((tensor == (0.5 if dtype.is_floating_point or dtype.is_complex else 0)).all())
