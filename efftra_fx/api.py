@@ -225,7 +225,8 @@ class CompiledModel:
             return self._executors[form, rows][1]
         built = self._forms[form]
         begin = time.perf_counter()
-        times = stage_times(built.chain, built.back.plan, rows)
+        known = built.back.plan.blocks == len(built.chain.blocks)  # another form of batch may have other blocks
+        times = stage_times(built.chain, built.back.plan, rows) if known else None
         programs = lower(built.back.plan, built.back.wiring, rows, ranks=self.world.size, times=times)
         self.report.timed("lower", begin)
         begin = time.perf_counter()

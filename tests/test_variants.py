@@ -1,0 +1,139 @@
+"""Later batches of another form match one device, or are refused with both forms in the message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import assert_same, compiled, one_device, step
+from habits import ROWS, Branches, Habit, Net, classes, cross_entropy, features
+from torch import Tensor, nn
+
+from efftra_fx import CompiledModel
+from efftra_fx.errors import InputError
+
+
+class Mixer(nn.Module):
+    """Attention over a sequence of any length, with a mask, a flag and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.out = nn.Embedding(9, 6), nn.Linear(6, 18), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, *, twice: bool = False, scale: float = 1.0) -> Tensor:
+        h = self.table(ids) * scale
+        for _ in range(2 if twice else 1):
+            q, k, v = self.qkv(h).chunk(3, -1)
+            h = h + (q @ k.transpose(-1, -2)).softmax(-1) @ v
+            if mask is not None:
+                h = h * mask[..., None]
+        out: Tensor = self.out(h).flatten(0, 1)
+        return out
+
+
+def tokens(length: int, **kwargs: Any) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+    """Return a batch of this length."""
+    ids = torch.randint(0, 9, (4, length))
+    return (ids,), kwargs, ids.roll(-1, 1)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over tokens."""
+    return F.cross_entropy(output, target.flatten())
+
+
+@pytest.fixture(scope="module")
+def mixer() -> tuple[nn.Module, CompiledModel]:
+    torch.manual_seed(0)
+    model = Mixer().double()
+    args, kwargs, target = tokens(5)
+    habit = Habit(model, args, target, loss, kwargs)
+    return model, compiled(habit, stages=2, replicas=(2, 1), micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"twice": True},
+        {"scale": 0.5},
+        {"mask": torch.tensor([[1.0] * 7] * 3 + [[1.0] * 2 + [0.0] * 5], dtype=torch.float64)},
+    ],
+)
+def test_another_length_flag_number_or_mask_is_captured_again(
+    mixer: tuple[nn.Module, CompiledModel], kwargs: dict[str, Any]
+) -> None:
+    model, program = mixer
+    args, kwargs, target = tokens(7, **kwargs)
+    habit = Habit(model, args, target, loss, kwargs)
+    assert_same(step(program, habit), one_device(habit), 1e-9)
+
+
+def test_a_form_that_was_met_is_not_captured_again(mixer: tuple[nn.Module, CompiledModel]) -> None:
+    model, program = mixer
+    for length in (3, 5, 3, 5):
+        args, kwargs, target = tokens(length)
+        habit = Habit(model, args, target, loss, kwargs)
+        assert_same(step(program, habit), one_device(habit), 1e-9)
+    forms = len(program._forms)
+    program.step(*tokens(3)[0], target=tokens(3)[2])
+    assert len(program._forms) == forms
+
+
+def test_a_batch_that_takes_another_branch_is_captured_again() -> None:
+    torch.manual_seed(0)
+    model, x, target = Branches().double(), features(), classes()
+    masks = [torch.ones(ROWS, dtype=torch.bool), torch.arange(ROWS) > 2, torch.arange(ROWS) > 4]
+    program = compiled(Habit(model, (x, masks[0]), target, cross_entropy), stages=2, replicas=(2, 1), micro_batches=2)
+    for mask in (*masks, masks[0]):
+        habit = Habit(model, (x, mask), target, cross_entropy)
+        assert_same(step(program, habit), one_device(habit), 1e-9)
+    assert len(program._forms) == 3
+
+
+def test_a_number_that_changes_with_every_batch_is_refused_in_the_end() -> None:
+    torch.manual_seed(0)
+    model = Branches().double()
+    program = compiled(Habit(model, (features(), torch.arange(ROWS)), classes(), cross_entropy), ranks=1)
+    with pytest.raises(InputError, match=r"answers were captured already; a value that changes from batch to batch"):
+        for power in range(2, 12):
+            program.step(features(), torch.arange(ROWS) * power, target=classes())
+
+
+@pytest.fixture(scope="module")
+def net() -> tuple[Habit, CompiledModel]:
+    torch.manual_seed(0)
+    habit = Habit(Net().double(), (features(),), classes(), cross_entropy)
+    return habit, compiled(habit, ranks=2, stages=2, micro_batches=2)
+
+
+X = torch.zeros(ROWS, 4, dtype=torch.float64)
+Y = torch.zeros(ROWS, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (
+            (X[:, :3],),
+            {"target": Y},
+            r"'x': compiled for float64 \[rows, 4\], got float64 \[7, 3\].*captured again.*habits.py",
+        ),
+        ((X.float(),), {"target": Y}, r"'x': compiled for float64 \[rows, 4\], got float32 \[7, 4\]"),
+        ((X[0],), {"target": Y}, r"'x': compiled for float64 \[rows, 4\], got float64 \[4\]"),
+        ((X,), {"target": Y[:5]}, r"'target' has 5 rows but 'x' has 7; give the same batch to both"),
+        ((X[:0],), {"target": Y[:0]}, r"has 0 rows, expected at least 1"),
+        ((X,), {}, r"target: compiled with a target, got none"),
+        ((), {"target": Y}, r"missing a required argument: 'x'"),
+        ((X,), {"target": Y, "size": 3}, r"unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_wrong_batch_is_refused_by_name_and_the_next_right_one_trains(
+    net: tuple[Habit, CompiledModel], args: Any, kwargs: Any, words: str
+) -> None:
+    habit, program = net
+    with pytest.raises(InputError, match=words):
+        program.step(*args, **kwargs)
+    assert_same(step(program, habit), one_device(habit), 1e-9)
