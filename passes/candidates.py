@@ -22,7 +22,8 @@ from .replay import formula_steps, in_flight, lower_bounds, missing_bytes, steps
 from .rules import Rules
 from .table import Floats, Ints, Layout, Table
 
-MOST_REPLAYED = 96  # of a batch, those that the closed form likes best
+MOST_REPLAYED = 6000  # micro-batches of a batch of plans; those plans that the closed form likes best
+LEAST_REPLAYED = 24  # plans
 ROUNDING = 1 + 1e-9  # a bound may come out a little above a step that it equals
 CLOSE = 1.0001  # times the lower bound: good enough to stop
 
@@ -134,11 +135,12 @@ class Search:
             alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s * ROUNDING))[0]
             if len(alive) == 0:
                 continue
-            if len(alive) > MOST_REPLAYED and not self.exact:
+            most = max(LEAST_REPLAYED, MOST_REPLAYED // micro_batches)
+            if len(alive) > most and not self.exact:
                 closed = formula_steps(
                     prices.take(alive), micro_batches, flying, setting.schedule == "gpipe", setting.in_flight
                 )
-                alive = np.sort(alive[np.argsort(closed, kind="stable")[:MOST_REPLAYED]])
+                alive = np.sort(alive[np.argsort(closed, kind="stable")[:most]])
             kept = prices.take(alive)
             own = np.full(len(batch), np.inf)
             own[alive] = steps(kept, micro_batches, setting.schedule, setting.in_flight, layout, not self.exact)

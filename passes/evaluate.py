@@ -388,11 +388,23 @@ def tied_reduces(plan: Plan, chain: Chain, cluster: Cluster, last: list[float]) 
 
 def reduces_end(reduces: list[Reduce]) -> float:
     """When the last all-reduce ends; rings that leave their machines share the ports and wait for one another."""
-    free: dict[tuple[str, int], float] = {}
+    ports = shared_ports(reduces)
+    free: dict[tuple[int, ...], float] = {}
     last = 0.0
     for reduce in sorted(reduces, key=lambda one: (one.ready_s, -one.stage)):
-        used = [("stage", reduce.stage), *(("machine", machine) for machine in reduce.machines)]
-        end = max([reduce.ready_s, *(free.get(one, 0.0) for one in used)]) + reduce.takes_s
+        used = ports[reduce.stage]
+        end = max(reduce.ready_s, *(free.get(one, 0.0) for one in used)) + reduce.takes_s
         last = max(last, end)
         free.update((one, end) for one in used)
     return last
+
+
+def shared_ports(reduces: list[Reduce]) -> dict[int, list[tuple[int, ...]]]:
+    """For each stage what it must have to itself: the stage, and each set of stages whose rings share a machine."""
+    users: dict[int, set[int]] = {}
+    for stage, machines in {reduce.stage: reduce.machines for reduce in reduces}.items():
+        for machine in machines:
+            users.setdefault(machine, set()).add(stage)
+    sets = sorted({tuple(sorted(stages)) for stages in users.values() if len(stages) > 1})
+    stages = {reduce.stage for reduce in reduces}
+    return {stage: [(stage,), *(one for one in sets if stage in one)] for stage in stages}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from .evaluate import row_overlaps, share
 from .table import Floats, Ints, Layout, RangeMax, Table
 
+FEW_RUNS = 64  # up to so many runs of blocks are looked through one by one
 IMPOSSIBLE = 1e15  # seconds of a stage that a kind of device has no option for
 
 
@@ -221,26 +222,30 @@ class Pricer:
             hit = which.reshape(-1) == index
             w, start = int(way), i[hit]
             behind = self.table.backward_fixed[w, int(c)] + part * self.table.backward_row[w, int(c)]
-            done = self.tail(w, int(c), speed, part).of(start, j[hit])
+            done = self.tail(w, int(c), speed, part, start, j[hit])
             left[hit] = done - speed * self.table.gradients[w, int(c), start] + behind[start]
         extra = np.zeros(low.shape)
         extra[reducing] = np.maximum(left + late[reducing], 0.0)
         return takes, extra
 
-    def tail(self, w: int, c: int, rate: float, rows: float) -> RangeMax:
-        """For each block k: reduced seconds up to and with it, less the backward seconds before it.
+    def tail(self, w: int, c: int, rate: float, rows: float, first: Ints, stop: Ints) -> Floats:
+        """Over the blocks k of each run: the most of (reduced up to and with k) less (backward before k), seconds.
 
         Blocks are reduced from the last to the first, each once its own backward is done.
         The all-reduce of blocks [i, j) ends max over k of (what is left of the backward
         after block k, negative) + (reduce of blocks i to k) after the last backward.
         """
-        key = (w, c, rate, rows)
-        if key not in self.tails:
-            table, blocks = self.table, np.arange(self.table.blocks)
-            behind = table.backward_fixed[w, c] + rows * table.backward_row[w, c]
-            done = rate * table.gradients[w, c, blocks + 1] - behind[blocks]
-            self.tails[key] = RangeMax(np.where(table.block_gradients[w, c] > 0, done, -np.inf))
-        return self.tails[key]
+        key, table, blocks = (w, c, rate, rows), self.table, np.arange(self.table.blocks)
+        if key in self.tails:
+            return self.tails[key].of(first, stop)
+        behind = table.backward_fixed[w, c] + rows * table.backward_row[w, c]
+        done = np.where(table.block_gradients[w, c] > 0, rate * table.gradients[w, c, 1:] - behind[blocks], -np.inf)
+        if len(first) <= FEW_RUNS:
+            pairs = np.stack([first, stop], axis=1).reshape(-1)
+            longest: Floats = np.maximum.reduceat(np.append(done, -np.inf), pairs)[::2]
+            return longest
+        self.tails[key] = RangeMax(done)
+        return self.tails[key].of(first, stop)
 
     def moving(
         self, batch: Batch, first: Ints, stop: Ints, rows: Floats, width: Ints
