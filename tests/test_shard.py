@@ -72,9 +72,7 @@ class Gated(nn.Module):
         value = self.value(y).view(rows, length, self.groups, self.size).transpose(1, 2)
         times = self.heads // self.groups
         shape = (rows, self.heads, length, self.size)
-        key, value = (
-            p.unsqueeze(2).expand(-1, -1, times, -1, -1).reshape(shape) for p in (key, value)
-        )
+        key, value = (p.unsqueeze(2).expand(-1, -1, times, -1, -1).reshape(shape) for p in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, width))
         y = self.norm2(x)
@@ -120,22 +118,24 @@ def changes(sharded: Sharded) -> Counter[str]:
     return Counter(n.target.__name__ for n in sharded.stages[0].gm.graph.nodes if n.target in functions)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Block(256, 8), lambda: Gated(256, 8, 4)], ids=["fused qkv", "grouped heads"]
-)
+@pytest.mark.parametrize("make", [lambda: Block(256, 8), lambda: Gated(256, 8, 4)], ids=["fused qkv", "grouped heads"])
 def test_a_block_has_one_sum_each_way_for_attention_and_for_its_mlp(make: Any) -> None:
     one, three = (shard_stage(language([make() for _ in range(count)]), 2) for count in (1, 3))
     more = changes(three)
     more.subtract(changes(one))
     assert +more == {"copy": 4, "reduce": 4}  # two blocks more: forward sums in reduce, backward sums in copy
-    weights = {n.rpartition(".")[0]: str(p) for n, p in three.parameters.items() if n.endswith(("up.weight", "down.weight"))}
+    weights = {
+        n.rpartition(".")[0]: str(p) for n, p in three.parameters.items() if n.endswith(("up.weight", "down.weight"))
+    }
     assert all(place.startswith("cut dim 0" if "up" in name else "cut dim 1") for name, place in weights.items())
 
 
 def test_logits_over_a_large_vocabulary_are_never_put_together() -> None:
     sharded = shard_stage(language([Block(64, 4)], vocabulary=50257, width=64), 4)
     assert str(sharded.parameters["head.weight"]).startswith("cut dim 0 at 0:12565|")
-    gathered = [n for n in sharded.stages[0].gm.graph.nodes if n.target in (collectives.gather, collectives.gather_copy)]
+    gathered = [
+        n for n in sharded.stages[0].gm.graph.nodes if n.target in (collectives.gather, collectives.gather_copy)
+    ]
     assert all(50257 not in n.meta["val"].shape for n in gathered)
     assert any(getattr(n.target, "__name__", "") == "cross_entropy_part" for n in sharded.stages[0].gm.graph.nodes)
 

@@ -21,7 +21,9 @@ def planned(memory_bytes: float, link: Link, rows: int = 64, **options: object) 
     model = nn.Sequential(nn.Linear(32, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 8))
     cluster = Cluster.uniform(machines=1, devices_per_machine=2, memory_gb=memory_bytes / 1e9, intra=link)
     x, y = torch.randn(rows, 32), torch.randint(8, (rows,))
-    return compile(model, cluster, example_inputs=(x,), example_target=y, loss_fn=F.cross_entropy, costs="estimated", **options)  # type: ignore[arg-type]
+    return compile(
+        model, cluster, example_inputs=(x,), example_target=y, loss_fn=F.cross_entropy, costs="estimated", **options
+    )  # type: ignore[arg-type]
 
 
 FAST, SLOW = Link(1e11, 1e-6), Link(1e6, 1e-2)

@@ -77,7 +77,9 @@ def two_wide(parameters: tuple[Parameter, ...] = ()) -> tuple[dict[int, RankProg
 def test_shares_are_reduced_over_ranks_with_the_same_number() -> None:
     share = Parameter("w", "float32", (4,), (0,), True)
     programs, *_ = two_wide((share, replace(share, name="v", partial=True)))
-    groups = {r: {i.parameters: i.ranks for i in programs[r].instructions if isinstance(i, AllReduce)} for r in programs}
+    groups = {
+        r: {i.parameters: i.ranks for i in programs[r].instructions if isinstance(i, AllReduce)} for r in programs
+    }
     assert groups[0] == {("w",): (0, 2), ("v",): (0, 1, 2, 3)}
     assert groups[3] == {("w",): (1, 3), ("v",): (0, 1, 2, 3)}
 

@@ -90,7 +90,10 @@ def train(clip: bool) -> list[dict[str, Any]]:
             loads = all(torch.equal(again[name], value) for name, value in before.items())
         before = state
         held = {name: parameter.numel() for name, parameter in program.named_parameters()}
-        moments = {name: sum(t.numel() for t in optimizer.state[p].values() if t.ndim) for name, p in program.named_parameters()}
+        moments = {
+            name: sum(t.numel() for t in optimizer.state[p].values() if t.ndim)
+            for name, p in program.named_parameters()
+        }
         found.append({"matches": matches, "loads": loads, "norm": float(norm), "held": held, "moments": moments,
                       "state": {n: v.tolist() for n, v in state.items()}, "output": output.tolist()})  # fmt: skip
     return found

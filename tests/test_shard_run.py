@@ -110,7 +110,13 @@ def program(case: str, **options: Any) -> tuple[CompiledModel, nn.Module, Tensor
     torch.manual_seed(0)
     model, x, y = CASES[case]()
     made = compile(
-        model, Cluster.local(RANKS), example_inputs=(x,), example_target=y, loss_fn=per_token, costs="estimated", **options
+        model,
+        Cluster.local(RANKS),
+        example_inputs=(x,),
+        example_target=y,
+        loss_fn=per_token,
+        costs="estimated",
+        **options,
     )
     return made, model, x, y
 
@@ -129,7 +135,11 @@ def wide(blocks: int, *stages: tuple[int, int], micro_batches: int = 3) -> Plan:
 def test_gradients_are_those_of_one_device_whatever_the_widths(case: str) -> None:
     made, _, x, y = program(case, tensor=(2,), replicas=(2,), micro_batches=2)
     assert made.check(x, target=y, repeats=1, show=False).matches
-    for plan in (wide(made.plan.blocks, (1, 3)), wide(made.plan.blocks, (1, 2), (1, 3)), wide(made.plan.blocks, (2, 2), (1, 1))):
+    for plan in (
+        wide(made.plan.blocks, (1, 3)),
+        wide(made.plan.blocks, (1, 2), (1, 3)),
+        wide(made.plan.blocks, (2, 2), (1, 1)),
+    ):
         other = made.with_plan(plan)
         report = other.check(x, target=y, repeats=1, show=False)
         assert report.matches, str(report)
