@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.build import Built, agreed_plan, check_meetings, connections, make_bar, measured_chain, place, stage_times
+from efftra_fx.build import (
+    Built,
+    agreed_plan,
+    check_meetings,
+    connections,
+    make_bar,
+    measured_chain,
+    place,
+    stage_times,
+)
 from efftra_fx.check import CheckReport, compare_gradients, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
@@ -33,7 +42,8 @@ from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
 from efftra_fx.request import check_subjects, read_options
-from efftra_fx.runtime.executor import Batch, Executor, StepResult
+from efftra_fx.runtime.executor import Executor
+from efftra_fx.runtime.step import Batch, StepResult
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, read_call
 from efftra_fx.state import (
@@ -153,7 +163,7 @@ class CompiledModel:
         self._built: Built | None = None
         self._variants: list[Built] = []  # the same step for batches of other forms
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
-        self._evaluations: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, list[Evaluation]] = {}
 
     @cached_property
     def world(self) -> World:
@@ -288,7 +298,7 @@ class CompiledModel:
         form, new = -1, ""
         try:
             found = call, tensors = read_call(self.model.forward, args, kwargs, target)
-            form = choose(self._forms, call, tensors, next(iter(self.built.tensors.values())).buffers)
+            form = choose(self._forms, self.model, call, tensors, next(iter(self.built.tensors.values())).buffers)
         except NotCaptured as error:
             new = str(error)
         except EfftraError as error:
@@ -422,12 +432,18 @@ class CompiledModel:
     def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
         shapes = [[size for d, size in enumerate(t.shape) if d] for t in tensors]
         key = repr((call.leaves, shapes, [str(t.dtype) for t in tensors]))
-        found = self._evaluations.get(key)
-        if found is None:
-            owners = {p.name: p.stages for p in self.wiring.parameters}
-            sharded, device = self.built.back.sharded, self.world.device.type
-            found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device)
-            self._evaluations[key] = found
+        forms = self._evaluations.setdefault(key, [])
+        named = dict(zip(call.tensor_names, tensors, strict=True))
+        buffers = next(iter(self.built.tensors.values())).buffers
+        for form in forms:
+            if form.guards is None or form.guards.broken(named, buffers) is None:
+                return form
+        owners = {p.name: p.stages for p in self.wiring.parameters}
+        sharded, device = self.built.back.sharded, self.world.device.type
+        dims = {**self.built.front.dims, **self.options.batch_dims}
+        found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device, dims)
+        forms.append(found)
+        del forms[:-MOST_VARIANTS]
         return found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

@@ -26,7 +26,7 @@ from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, exampl
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
 from efftra_fx.program import AllReduce, Join, Load, Message, RankProgram, ReduceLoss, Value
-from efftra_fx.runtime.executor import BoundaryPart, StageWork, Tensors
+from efftra_fx.runtime.step import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.world import World
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.build import connections, tensor_group
+from efftra_fx.capture_guards import Guards
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
@@ -26,11 +27,13 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.runtime.executor import Batch, BoundaryPart, Executor, StageWork, Tensors
+from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
+from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call
 from efftra_fx.trace import capture
+from efftra_fx.trace_check import check_output
 from efftra_fx.world import Turns, World
 
 
@@ -43,6 +46,7 @@ class Evaluation:
     tail: Tail
     dims: tuple[int | None, ...]
     out_tree: Any
+    guards: Guards | None
     wide: tuple[tuple[TensorForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
 
 
@@ -54,17 +58,20 @@ def compile_evaluation(
     owners: Mapping[str, tuple[int, ...]],
     sharded: Sequence[Sharded | None],
     device: str,
+    batch_dims: Mapping[str, int | None],
 ) -> Evaluation:
     """Capture the model in eval mode and lay it over the stages that hold its parameters.
 
-    `owners` says which stages hold a parameter, `sharded` how their ranks do. The model's modes are left as they were.
+    `owners` says which stages hold a parameter, `sharded` how their ranks do; `batch_dims` along which dimension
+    known arguments have rows. The model's modes are left as they were.
     """
     modes = {name: module.training for name, module in model.named_modules()}
-    rows, dims = find_batch(call, tensors, {})
+    rows, dims = find_batch(call, tensors, {n: d for n, d in batch_dims.items() if n in call.tensor_names})
     try:
         model.eval()
         small = proof_inputs(tensors, dims, rows)
         captured = capture(model, call, small if rows == 1 else tensors, dims, want="output")
+        check_output(model, captured, tensors if captured.guards is not None and rows > 1 else small)
     finally:
         for name, module in model.named_modules():
             module.training = modes[name]
@@ -83,7 +90,7 @@ def compile_evaluation(
     wide = tuple(
         () if one is None else _wide_forward(stage, one, device) for stage, one in zip(stages, sharded, strict=True)
     )
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree, wide)
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, wide)
 
 
 def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[TensorForward, ...]:

@@ -14,13 +14,11 @@ each rank has its own process it is simply run to its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
 
-from efftra_fx.meta import Role
 from efftra_fx.program import (
     AllReduce,
     Backward,
@@ -41,130 +39,10 @@ from efftra_fx.program import (
 from efftra_fx.program_text import print_instruction
 
 from .meetings import meet
-from .parts import Pieces, assemble, gather_parts, rows_of
+from .parts import assemble, gather_parts, rows_of
+from .step import Action, Batch, BoundaryPart, StageWork, Step, StepResult, TailCode, Tensors, Waiting
 from .transport import Handle, Incoming, Outgoing, Transport, result_of
-from .weights import Gradients, StepGradients, Sums
-
-Waiting = Generator[tuple[Handle[Any], str], None, Any]
-
-
-class StageCode(Protocol):
-    """What a stage computes for a part with a fixed number of rows.
-
-    `forward` takes one operand a role and returns the outputs and what the backward needs. The
-    backwards take that and one gradient an output (None: none comes in), return gradients of the
-    values that the stage reads (None: none), and add those of its parameters to the sums. With
-    `defer`, gradients that are cheaper computed over several micro-batches at once leave their
-    terms in `sums.terms`, under this object's id, until `finish`.
-    """
-
-    def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]: ...
-
-    def backward(
-        self, saved: Any, gradients: list[Tensor | None], sums: Sums, defer: bool
-    ) -> Sequence[Tensor | None]: ...
-
-    def backward_input(self, saved: Any, gradients: list[Tensor | None]) -> tuple[Sequence[Tensor | None], Any]: ...
-
-    def backward_weight(self, kept: Any, sums: Sums, defer: bool) -> Any: ...
-
-    def finish(self, terms: Sequence[Any], sums: Sums) -> None: ...
-
-    @property
-    def patience(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class BoundaryPart:
-    """A value that this stage hands to the whole batch's tail: name, kind and the dimension of its rows."""
-
-    name: str
-    kind: str
-    dim: int
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """All that a rank knows of its stage besides the program."""
-
-    stage: int
-    roles: tuple[Role, ...]
-    sends: tuple[str, ...]
-    boundaries: tuple[BoundaryPart, ...]
-    buffers: tuple[str, ...]
-    code: Callable[[int], StageCode]  # by number of rows
-    random: bool
-    once: frozenset[str] = frozenset()  # buffers written once a step, from their value at its start
-    group: tuple[int, ...] = ()  # the stage's ranks, which agree on buffers at the end of a step
-    together: tuple[int, ...] = ()  # the replica's ranks, where it is wider than one: the code's calls are meetings
-
-
-@dataclass
-class Tensors:
-    """What a rank holds between steps: parameters and buffers by the model's own names, constants by theirs."""
-
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    constants: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One global batch: tensors by input name, and the dimension of their rows (None: none)."""
-
-    rows: int
-    tensors: Mapping[str, Tensor]
-    dims: Mapping[str, int | None]
-
-
-class TailCode(Protocol):
-    """The part of the loss that is computed once for the whole batch."""
-
-    linear: bool
-    constant_stage: int  # the stage whose first replica adds the loss's constant term
-
-    def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return dT/dS for each boundary, and T where every S is zero."""
-        ...
-
-    def join(self, batch: Batch, values: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss of the joined values and its derivatives."""
-        ...
-
-
-@dataclass
-class StepResult:
-    """What a step leaves on one rank."""
-
-    loss: Tensor | None
-    gradients: dict[str, Tensor]
-    parts: dict[str, list[tuple[int, int, Tensor]]]
-    timeline: list[tuple[int, float, float]] = field(default_factory=list)
-
-
-@dataclass
-class _Step:
-    """What lives during one step."""
-
-    batch: Batch
-    seed: int
-    gradients: StepGradients
-    seeds: Mapping[str, Tensor] = field(default_factory=dict)
-    constant: Tensor | None = None
-    operands: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    arrived: dict[tuple[str, int, bool], Pieces] = field(default_factory=dict)
-    pending: dict[tuple[str, int, bool], list[tuple[Recv, Handle[Tensor]]]] = field(default_factory=dict)
-    outgoing: dict[tuple[str, int, bool], Tensor] = field(default_factory=dict)
-    saved: dict[int, Any] = field(default_factory=dict)
-    kept: dict[int, Any] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
-    loss: Tensor | None = None
-    reduced: Handle[Tensor] | None = None
-
-
-Action = Callable[[_Step], "Waiting | None"]
+from .weights import Gradients
 
 
 class Executor:
@@ -197,7 +75,7 @@ class Executor:
 
     def run(self, batch: Batch, seed: int = 0) -> Generator[tuple[Handle[Any], str], None, StepResult]:
         """Run one step; yields where this rank would have to wait for ranks of the same process."""
-        step = _Step(batch, seed, self.gradients.start())
+        step = Step(batch, seed, self.gradients.start())
         timeline: list[tuple[int, float, float]] = []
         clock = self.clock
         with torch.no_grad():
@@ -269,7 +147,7 @@ class Executor:
         transport, exchange = self.transport, len(group) > 1
         leaving = [(m, m.peer, self._tag(m), m in self.last_sends) for m in sends]
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             outgoing = [Outgoing(self._take(step, m, last), peer, tag) for m, peer, tag, last in leaving]
             if exchange:
                 _, handles = transport.exchange(outgoing, incoming)
@@ -285,7 +163,7 @@ class Executor:
     def _tag(self, message: Message) -> int:
         return (message.micro_batch * len(self.names) + self.names[message.value]) * 2 + message.gradient
 
-    def _take(self, step: _Step, message: Send, last: bool) -> Tensor:
+    def _take(self, step: Step, message: Send, last: bool) -> Tensor:
         """Return the rows that a message carries, contiguous; the last message lets the tensor go."""
         key = _key(message)
         tensor = step.outgoing.pop(key) if last else step.outgoing[key]
@@ -301,7 +179,7 @@ class Executor:
         names = [r.name for r in self.work.roles if r.kind == "input"]
         micro_batch, start, stop = load.micro_batch, load.start, load.stop
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             batch = step.batch
             operands = {}
             for name in names:
@@ -321,7 +199,7 @@ class Executor:
         share = (stop - first) / self.program.rows
         salt = (self.program.stage or 0, micro_batch, self.program.replica)
 
-        def collect(step: _Step) -> list[Any]:
+        def collect(step: Step) -> list[Any]:
             inputs = step.operands.pop(micro_batch)
             operands: list[Any] = []
             for role in work.roles:
@@ -339,13 +217,13 @@ class Executor:
                     operands.append(assemble(pieces, self.values[role.name], first, stop, self.device))
             return operands
 
-        def together(step: _Step) -> Waiting:
+        def together(step: Step) -> Waiting:
             meeting: Any = code.forward(collect(step))
             seed = _mix(step.seed, *salt) if work.random else None
             outputs, saved = yield from meet(meeting, self.transport, work.together, f"forward m{micro_batch}", seed)
             finish(step, outputs, saved)
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             operands = collect(step)
             if work.random:
                 with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -355,7 +233,7 @@ class Executor:
                 outputs, saved = code.forward(operands)
             finish(step, outputs, saved)
 
-        def finish(step: _Step, outputs: Sequence[Any], saved: Any) -> None:
+        def finish(step: Step, outputs: Sequence[Any], saved: Any) -> None:
             if differentiate:
                 step.saved[micro_batch] = saved
             for name, output in zip(work.sends, outputs, strict=False):
@@ -367,7 +245,7 @@ class Executor:
 
         return together if work.together else act
 
-    def _bound(self, step: _Step, bound: BoundaryPart, output: Tensor, rows: tuple[int, int], share: float) -> None:
+    def _bound(self, step: Step, bound: BoundaryPart, output: Tensor, rows: tuple[int, int], share: float) -> None:
         """Count a part's boundary value: towards the loss where that is linear, kept for the join otherwise.
 
         The ranks of a tensor group all have it; the first counts it.
@@ -385,7 +263,7 @@ class Executor:
             part = part * share
         step.loss = part if step.loss is None else step.loss + part
 
-    def _output_gradients(self, step: _Step, micro_batch: int) -> list[Tensor | None]:
+    def _output_gradients(self, step: Step, micro_batch: int) -> list[Tensor | None]:
         work = self.work
         assert work is not None
         first, stop = self.cells[micro_batch]
@@ -420,7 +298,7 @@ class Executor:
         first, stop = self.cells[micro_batch]
         code, defer = work.code(stop - first), self.several
 
-        def together(step: _Step) -> Waiting:
+        def together(step: Step) -> Waiting:
             gradients = self._output_gradients(step, micro_batch)
             sums = step.gradients.open(code)
             meeting: Any = code.backward(step.saved.pop(micro_batch), gradients, sums, False)
@@ -428,7 +306,7 @@ class Executor:
             self._give_values(step, micro_batch, values)
             step.gradients.close(last)
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
             sums = step.gradients.open(code, self.transport if last else None)
             values = code.backward(step.saved.pop(micro_batch), gradients, sums, defer)
@@ -443,13 +321,13 @@ class Executor:
         first, stop = self.cells[micro_batch]
         code = work.code(stop - first)
 
-        def together(step: _Step) -> Waiting:
+        def together(step: Step) -> Waiting:
             meeting: Any = code.backward_input(step.saved.pop(micro_batch), self._output_gradients(step, micro_batch))
             what = f"backward_input m{micro_batch}"
             values, step.kept[micro_batch] = yield from meet(meeting, self.transport, work.together, what)
             self._give_values(step, micro_batch, values)
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             gradients = self._output_gradients(step, micro_batch)
             values, step.kept[micro_batch] = code.backward_input(step.saved.pop(micro_batch), gradients)
             self._give_values(step, micro_batch, values)
@@ -462,20 +340,20 @@ class Executor:
         codes = [work.code(self.cells[m][1] - self.cells[m][0]) for m in micro_batches]
         defer = self.several
 
-        def together(step: _Step) -> Waiting:
+        def together(step: Step) -> Waiting:
             for micro_batch, code in zip(micro_batches, codes, strict=True):
                 meeting: Any = code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), False)
                 yield from meet(meeting, self.transport, work.together, f"backward_weight m{micro_batch}")
             step.gradients.close(last)
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             for micro_batch, code in zip(micro_batches, codes, strict=True):
                 code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), defer)
             step.gradients.close(last)
 
         return together if work.together else act
 
-    def _give_values(self, step: _Step, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+    def _give_values(self, step: Step, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         assert self.work is not None
         names = [role.name for role in self.work.roles if role.kind == "value"]
         for name, gradient in zip(names, gradients, strict=True):
@@ -485,7 +363,7 @@ class Executor:
     def _all_reduce(self, reduce: AllReduce) -> Action:
         transport = self.transport
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             step.gradients.reduce(reduce, transport)
 
         return act
@@ -495,7 +373,7 @@ class Executor:
         assert tail is not None and self.work is not None
         bounds = self.work.boundaries
 
-        def act(step: _Step) -> Waiting:
+        def act(step: Step) -> Waiting:
             values = yield from gather_parts(transport, join.ranks, bounds, step.parts, print_instruction(join))
             loss, step.seeds = tail.join(step.batch, values)
             step.loss = loss / len(join.ranks)
@@ -509,7 +387,7 @@ class Executor:
         adds_constant = self.program.replica == self.program.tensor == 0 and self.tail is not None
         adds_constant = adds_constant and self.program.stage == self.tail.constant_stage  # type: ignore[union-attr]
 
-        def act(step: _Step) -> None:
+        def act(step: Step) -> None:
             loss = step.loss
             if loss is None:
                 loss = torch.zeros((), dtype=dtype, device=self.device)
@@ -522,7 +400,7 @@ class Executor:
     def _update(self) -> Action:
         transport = self.transport
 
-        def act(step: _Step) -> Waiting:
+        def act(step: Step) -> Waiting:
             step.weights = yield from step.gradients.results()
             if step.reduced is not None:
                 while not step.reduced.ready():
@@ -532,7 +410,7 @@ class Executor:
 
         return act
 
-    def _write_buffers(self, step: _Step) -> Waiting:
+    def _write_buffers(self, step: Step) -> Waiting:
         """Write new buffer values; replicas take their mean where they are statistics, so that all agree."""
         work = self.work
         if work is None:

@@ -16,9 +16,10 @@ from rig import lay_out, rig_of
 from torch import Tensor
 
 from efftra_fx.program import Value, micro_batch_rows
-from efftra_fx.runtime.executor import BoundaryPart, _mix, drive
+from efftra_fx.runtime.executor import _mix, drive
 from efftra_fx.runtime.local_transport import local_transports, run_all
 from efftra_fx.runtime.parts import assemble, gather_parts, join_parts, rows_of
+from efftra_fx.runtime.step import BoundaryPart
 from efftra_fx.runtime.transport import Transport
 
 CPU = torch.device("cpu")
