@@ -74,6 +74,7 @@ class Pricer:
         self.whole = table.rules.whole_rows
         self.micro_batches = micro_batches
         self.micro_rows = share(rows, micro_batches, self.whole)
+        self.loads: dict[int, float] = {}
         self.breaks: dict[int, Ints] = {}
         self.tails: dict[tuple[int, int, float, float], RangeMax] = {}
 
@@ -328,12 +329,12 @@ class Pricer:
 
     def scattered_load(self, begin: Ints, middle: Ints, end: Ints, left: Ints, right: Ints) -> Floats:
         """The same where a machine's devices are not neighbours in the line; each case worked out once."""
-        load = np.zeros(begin.shape)
-        codes = (begin * (self.layout.size + 1) + middle) * (self.layout.size + 1) + end
-        for code in np.unique(codes):
-            hit = codes == code
-            where = tuple(int(one[0]) for one in np.nonzero(hit))
-            load[hit] = self.one_load(int(begin[where]), int(middle[where]), int(end[where]))
+        size = self.layout.size + 1
+        codes, which = np.unique((begin * size + middle) * size + end, return_inverse=True)
+        for code in codes.tolist():
+            if code not in self.loads:
+                self.loads[code] = self.one_load(code // size // size, code // size % size, code % size)
+        load: Floats = np.array([self.loads[code] for code in codes.tolist()])[which].reshape(begin.shape)
         return load
 
     def one_load(self, begin: int, middle: int, end: int) -> float:
