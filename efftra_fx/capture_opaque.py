@@ -35,6 +35,7 @@ def make_operator(name: str, run: Function, shape: Function) -> Any:
     `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
     results for fake operands.
     """
+    settings = _autocast_settings()
     stem = "".join(char if char.isalnum() else "_" for char in name).strip("_") or "call"
     full = f"{stem}_{next(_COUNT)}"
     backward = f"{full}_backward"
@@ -42,13 +43,14 @@ def make_operator(name: str, run: Function, shape: Function) -> Any:
     _LIBRARY.define(f"{backward}(Tensor[] operands, Tensor[] gradients) -> Tensor[]")
 
     def forward_impl(operands: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
+        with private.above_autograd(), torch.no_grad(), _autocast(settings):
             return [_own(t) for t in run(operands)]
 
     def backward_impl(operands: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         with private.above_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
-            results = run(leaves)
+            with _autocast(settings):
+                results = run(leaves)
             pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
             wanted = [t for t in leaves if t.requires_grad]
             found: Sequence[Tensor | None] = [None] * len(wanted)
@@ -79,6 +81,18 @@ def make_operator(name: str, run: Function, shape: Function) -> Any:
     torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
     _KEPT.append((run, shape))
     return operator
+
+
+def _autocast_settings() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
+
+
+@contextmanager
+def _autocast(settings: Sequence[tuple[str, torch.dtype, bool]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, dtype, enabled in settings:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
+        yield
 
 
 def is_opaque(target: Any) -> bool:
@@ -255,6 +269,7 @@ def modules_kept_whole(modules: Mapping[str, nn.Module], first: Watch, second: W
 def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Seen]]) -> Callable[..., Any]:
     bare = _Bare(module)
     original = module.forward
+    modes = [(inner, inner.training) for inner in module.modules()]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         pair = next(calls, None)
@@ -272,7 +287,7 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
                 filled[place] = operand
             given, named = tree.rebuild(filled)
             held = {f"module.{n}": t for n, t in zip(names, operands, strict=False)}
-            with _forward_replaced(module, original):
+            with _forward_replaced(module, original), _modes_set(modes):
                 output = torch.func.functional_call(bare, held, given, named)
             return [value for _, value in take_apart(output)[0]]
 
@@ -281,6 +296,19 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
         return pair[0].structure.rebuild(list(found))
 
     return forward
+
+
+@contextmanager
+def _modes_set(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Let modules train or not as when they were captured."""
+    before = [(module, module.training) for module, _ in modes]
+    for module, training in modes:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 class _Bare(nn.Module):

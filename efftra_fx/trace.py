@@ -44,7 +44,7 @@ class Captured:
     says whether the number of rows is a symbol in the graph; `out_tree` is the
     structure of a captured model output (evaluation graphs). `guards` say for which
     inputs the graph is the model; `opaque` are the modules that it calls as they are,
-    each with the reason.
+    each with the reason; `flags` is how the model was switched (see `flags_of`).
     """
 
     gm: fx.GraphModule
@@ -54,6 +54,7 @@ class Captured:
     out_tree: OutputTree | None = None
     guards: Guards | None = None
     opaque: tuple[tuple[str, str], ...] = ()
+    flags: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,16 @@ def capture(
     size, the graph is captured at the size of the example and `symbolic` is False.
     Raises CaptureError where the model cannot be captured.
     """
-    attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want)
+    attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want, flags=flags_of(model))
     try:
         return attempt.capture()
     except AsksValuesError as first:
         return _with_answers(attempt, first)
+
+
+def flags_of(model: nn.Module) -> tuple[bool, ...]:
+    """Return how a model is switched: which modules train, and which parameters want gradients."""
+    return (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()))
 
 
 @dataclass
@@ -178,6 +184,7 @@ class _Attempt:
     loss_fn: LossFn | None
     want: str
     answers: Answers | None = None
+    flags: tuple[bool, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     watches: tuple[Watch, Watch] | None = None
 
@@ -202,7 +209,7 @@ class _Attempt:
         if not symbolic and found is None:
             gm = self.aligned(step, gm)
             symbolic = _is_symbolic(gm, self.batch_leaves)
-        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, tuple(self.opaque.items()))
+        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, tuple(self.opaque.items()), self.flags)
 
     def aligned(self, step: _Step, gm: fx.GraphModule) -> fx.GraphModule:
         """Return the graph for any number of rows where the exporter gave one for the example's alone."""

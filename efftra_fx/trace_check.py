@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.trace import Captured, LossFn, loss_of
@@ -77,9 +78,43 @@ def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tens
     return result
 
 
+def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> None:
+    """Raise CaptureError where the graph of a model's output gives another output than the model as it is now.
+
+    Leaves buffers and the state of random numbers as they were.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        args, kwargs, _ = captured.call.rebuild([t.clone() for t in inputs])
+        leaves = [leaf for _, leaf in take_apart(model(*args, **kwargs))[0]]
+        for name, buffer in buffers.items():
+            buffer.copy_(before[name])
+        torch.manual_seed(0)
+        found = _results(captured, parameters, before, inputs)[: OUTPUTS[captured.gm].loss]
+    assert captured.out_tree is not None
+    moving = [leaf for leaf, m in zip(leaves, captured.out_tree.moving, strict=False) if m]
+    if len(leaves) != len(captured.out_tree.moving):
+        raise CaptureError(
+            f"the model gave {len(captured.out_tree.moving)} values while it was captured, {len(leaves)} now"
+        )
+    for number, (a, b) in enumerate(zip(moving, found, strict=True)):
+        if isinstance(a, Tensor):
+            _compare(f"output {number}", a, b)
+
+
 def _run(
     captured: Captured, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    results = _results(captured, parameters, buffers, inputs)
+    outputs = OUTPUTS[captured.gm]
+    return results[0], dict(zip(outputs.buffers, results[outputs.loss :], strict=True))
+
+
+def _results(
+    captured: Captured, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> Sequence[Any]:
     source = iter(inputs)
     operands: list[Any] = []
     for node in captured.gm.graph.nodes:
@@ -94,9 +129,8 @@ def _run(
             operands.append(CONSTANTS[captured.gm][role.name])
         else:
             operands.append(next(source))
-    results = captured.gm(*operands)
-    outputs = OUTPUTS[captured.gm]
-    return results[0], dict(zip(outputs.buffers, results[outputs.loss :], strict=True))
+    results: Sequence[Any] = captured.gm(*operands)
+    return results
 
 
 def _compare(what: str, expected: Tensor, found: Tensor) -> None:

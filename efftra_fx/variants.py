@@ -20,21 +20,27 @@ from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
 from efftra_fx.signature import Call, describe
+from efftra_fx.trace import flags_of
 from efftra_fx.world import World
 
 MOST_VARIANTS = 32
 _MOST_ANSWERS = 8
 
 
-def choose(variants: Sequence[Built], call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> int:
+def choose(
+    variants: Sequence[Built], model: nn.Module, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
+) -> int:
     """Return which variant a batch is for; raises NotCaptured where it is a new form, InputError where it is wrong."""
     refuse_wrong(variants[0].front, call, tensors)
-    reason, branches = "", 0
+    reason, branches, flags = "", 0, flags_of(model)
     for index, built in enumerate(variants):
         try:
             check_inputs(built.front, call, tensors)
         except InputError as error:
             reason = reason or str(error)
+            continue
+        if built.front.captured.flags != flags:
+            reason = "modules or parameters of the model were switched (training, requires_grad) since it was captured"
             continue
         line = broken_guard(built.front, call, tensors, buffers)
         if line is None:

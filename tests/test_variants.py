@@ -137,3 +137,14 @@ def test_a_wrong_batch_is_refused_by_name_and_the_next_right_one_trains(
     with pytest.raises(InputError, match=words):
         program.step(*args, **kwargs)
     assert_same(step(program, habit), one_device(habit), 1e-9)
+
+
+def test_a_model_that_is_switched_after_compiling_is_captured_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.9), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    model[0].requires_grad_(False)
+    habit = Habit(model, (features(),), classes(), cross_entropy)
+    program = compiled(habit, stages=2, replicas=(2, 1), micro_batches=2)
+    model[1].eval()
+    model[0].requires_grad_(True)
+    assert_same(step(program, habit), one_device(habit), 1e-9)
