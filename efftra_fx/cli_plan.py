@@ -66,7 +66,8 @@ def planned_text(options: argparse.Namespace) -> str:
     chain, ids = workload.chain()
     if options.recompute:
         chain = replace(chain, blocks=tuple(block.with_recompute() for block in chain.blocks))
-    rows = options.batch or workload.rows_per_profile * max(len(cluster.devices), workload.micro_batches or 1)
+    usual = workload.rows_per_profile * max(len(cluster.devices), workload.micro_batches or 1)
+    rows = usual if options.batch is None else options.batch
     fixed: dict[str, Any] = {
         "stages": options.stages,
         "replicas": read_replicas(options.replicas),

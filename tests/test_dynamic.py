@@ -16,10 +16,10 @@ from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.table import Table
 
 
-def search_of(chain: Chain, cluster: Cluster, rows: int, **fixed: int) -> Search:
+def search_of(chain: Chain, cluster: Cluster, rows: int) -> Search:
     """A fresh search."""
     rules = Rules(whole_rows=False)
-    return Search(chain, cluster, rules, Request(rows, **fixed), Table(chain, cluster, rules))
+    return Search(chain, cluster, rules, Request(rows), Table(chain, cluster, rules))
 
 
 @settings(max_examples=25)
