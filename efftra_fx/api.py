@@ -45,6 +45,7 @@ from efftra_fx.request import check_subjects, read_options
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
 from efftra_fx.runtime.transport import Transport
+from efftra_fx.scaling import scale_of, share_overflow
 from efftra_fx.signature import Call, read_call
 from efftra_fx.state import (
     check_state,
@@ -267,11 +268,15 @@ class CompiledModel:
         """The step for each form of batch that was met; the first is what was compiled."""
         return [self.built, *self._variants]
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(
+        self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any
+    ) -> Tensor:
         """Compute loss and gradients of the global batch, which every rank gives alike; a collective call.
 
         Returns the whole batch's loss, a scalar without a graph, the same on every rank. Gradients are
         added to `.grad` of `parameters()`. With an optimizer factory, parameters are updated too.
+        With a `scaler`, gradients come multiplied by its scale, and an overflow on one rank shows on every rank:
+        go on with `scaler.step(optimizer)` and `scaler.update()` as on one device, and all ranks do the same.
         Raises InputError, before anything is sent, where the batch is not what the step was compiled for.
         """
         if self._built is None:
@@ -280,10 +285,16 @@ class CompiledModel:
         # A model that draws nothing leaves the caller's random state alone, as it would on one device.
         random = any(self._forms[form].back.random)
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if random else 0
-        results = self._run(form, batch, seed)
+        results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
         self._add_gradients(results)
+        if scaler is not None:
+            share_overflow(self.parameters(), self.world)
         if self.optimizer is not None:
-            self.optimizer.step()
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+                scaler.update()
             self.optimizer.zero_grad()
         return _loss(results)
 
@@ -332,12 +343,12 @@ class CompiledModel:
         device = self.world.device
         return {name: t.detach().to(device).contiguous() for name, t in zip(call.tensor_names, tensors, strict=True)}
 
-    def _run(self, form: int, batch: Batch, seed: int) -> dict[int, StepResult]:
+    def _run(self, form: int, batch: Batch, seed: int, scale: float = 1.0) -> dict[int, StepResult]:
         executors = self._prepare(batch.rows, form)
         refresh_copies(self.built)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
-            result = yield from executors[transport.rank].run(batch, seed)
+            result = yield from executors[transport.rank].run(batch, seed, scale)
             return transport.rank, result
 
         return dict(self.world.run(work))

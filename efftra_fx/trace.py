@@ -54,7 +54,7 @@ class Captured:
     out_tree: OutputTree | None = None
     guards: Guards | None = None
     opaque: tuple[tuple[str, str], ...] = ()
-    flags: tuple[bool, ...] = ()
+    flags: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,10 @@ def capture(
         return _with_answers(attempt, first)
 
 
-def flags_of(model: nn.Module) -> tuple[bool, ...]:
-    """Return how a model is switched: which modules train, and which parameters want gradients."""
-    return (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()))
+def flags_of(model: nn.Module) -> tuple[Any, ...]:
+    """Return how a model is switched: which modules train, which parameters want gradients, and autocast around it."""
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()), *casts)
 
 
 @dataclass
@@ -184,7 +185,7 @@ class _Attempt:
     loss_fn: LossFn | None
     want: str
     answers: Answers | None = None
-    flags: tuple[bool, ...] = ()
+    flags: tuple[Any, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     watches: tuple[Watch, Watch] | None = None
 

@@ -129,7 +129,8 @@ def _results(
             operands.append(CONSTANTS[captured.gm][role.name])
         else:
             operands.append(next(source))
-    results: Sequence[Any] = captured.gm(*operands)
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # casts are in the graph
+        results: Sequence[Any] = captured.gm(*operands)
     return results
 
 

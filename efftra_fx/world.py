@@ -60,10 +60,10 @@ class World:
     def run(self, work: Callable[[Transport], Turns[T]]) -> list[T]:
         """Run the same work on every rank of this process and return what each returns.
 
-        An error on one rank is told to all others before it is raised here. Gradient recording is off
-        meanwhile, and afterwards as it was (ranks that take turns cannot each restore it).
+        An error on one rank is told to all others before it is raised here. Gradient recording and autocast are
+        off meanwhile, and afterwards as they were (ranks that take turns cannot each restore them).
         """
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             if len(self.transports) > 1:
                 return run_all([work(t) for t in self.transports])
             transport = self.transports[0]

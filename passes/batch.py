@@ -224,7 +224,7 @@ def evaluate_nodes(
             role = ROLE[node]
             operands.append(_wide(next(source) if role.kind == "input" else values[role.kind, role.name]))
     recorder = _Recorder(gm)
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         recorder.run(*operands, enable_io_processing=False)
     return recorder.record
 

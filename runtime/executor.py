@@ -73,9 +73,14 @@ class Executor:
         self.gradients = Gradients(names, reduces, shapes, strides, self.device)
         self.actions = list(self._close(program.instructions))
 
-    def run(self, batch: Batch, seed: int = 0) -> Generator[tuple[Handle[Any], str], None, StepResult]:
-        """Run one step; yields where this rank would have to wait for ranks of the same process."""
-        step = Step(batch, seed, self.gradients.start())
+    def run(
+        self, batch: Batch, seed: int = 0, scale: float = 1.0
+    ) -> Generator[tuple[Handle[Any], str], None, StepResult]:
+        """Run one step; yields where this rank would have to wait for ranks of the same process.
+
+        All gradients are multiplied by `scale`, from where the backward begins; the loss is not.
+        """
+        step = Step(batch, seed, self.gradients.start(), scale)
         timeline: list[tuple[int, float, float]] = []
         clock = self.clock
         with torch.no_grad():
@@ -288,7 +293,7 @@ class Executor:
                 seed = seed.narrow(bound.dim, first * width, (stop - first) * width).contiguous()
             elif bound.kind == "whole":
                 seed = seed * ((stop - first) / self.program.rows)
-            gradients.append(seed)
+            gradients.append(seed if step.scale == 1.0 else seed * step.scale)
         gradients.extend([None] * len(work.buffers))
         return gradients
 

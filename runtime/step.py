@@ -119,6 +119,7 @@ class Step:
     batch: Batch
     seed: int
     gradients: StepGradients
+    scale: float = 1.0  # of all gradients, not of the loss
     seeds: Mapping[str, Tensor] = field(default_factory=dict)
     constant: Tensor | None = None
     operands: dict[int, dict[str, Tensor]] = field(default_factory=dict)

@@ -1,0 +1,86 @@
+"""Lower precision: autocast around the step, and loss scaling that all ranks agree on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import assert_same, compiled, one_device, step
+from habits import Habit, Net, classes, cross_entropy, features
+from torch import Tensor, nn
+
+from efftra_fx.errors import InputError
+
+
+def halves(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss in full precision."""
+    return F.cross_entropy(output.float(), target)
+
+
+def test_autocast_around_the_step_holds_in_every_stage() -> None:
+    torch.manual_seed(0)
+    habit = Habit(Net(), (features().float(),), classes(), halves)
+    program = compiled(habit, stages=2, replicas=(2, 1), micro_batches=2)
+    exact = one_device(habit)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = one_device(habit)
+        found = step(program, habit)
+    assert not torch.equal(expected[0], exact[0])
+    assert_same(found, expected, 3e-2)
+    assert any(v.dtype == "bfloat16" for form in program._forms for v in form.values.values())
+    assert_same(step(program, habit), exact, 1e-4)
+
+
+def overflowing(bad: bool) -> Habit:
+    """Return a network whose first layer's scaled gradient overflows for one row while its last layer's does not."""
+    torch.manual_seed(163)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, y = torch.randn(4, 3) * 0.1, torch.randn(4, 2)
+    if bad:
+        with torch.no_grad():
+            model[0].weight.mul_(1e-38)
+        x[0], y[0] = 3e37, 50.0
+    return Habit(model, (x,), y, F.mse_loss)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_overflow_in_one_stage_skips_the_update_in_all(micro_batches: int) -> None:
+    habit = overflowing(True)
+    program = compiled(habit, ranks=2, stages=2, replicas=(1, 1), micro_batches=micro_batches)
+    before = copy.deepcopy(habit.model.state_dict())
+    optimizers = [torch.optim.SGD(program.built.tensors[r].parameters.values(), lr=0.1) for r in (0, 1)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**16) for _ in (0, 1)]
+    program.step(*habit.args, target=habit.target, scaler=scalers[0])
+    last = program.built.tensors[1].parameters["4.weight"].grad
+    assert last is not None and torch.isfinite(last).all()
+    assert not all(torch.isfinite(p.grad).all() for p in program.parameters() if p.grad is not None)
+    scalers[0].step(optimizers[0])
+    scalers[0].update()
+    assert scalers[0].get_scale() == 2.0**15
+    assert all(torch.equal(value, before[name]) for name, value in program.state_dict().items())
+
+
+def test_scaled_steps_update_as_one_device() -> None:
+    habit = overflowing(False)
+    twin = copy.deepcopy(habit.model)
+    program = compiled(habit, ranks=2, stages=2, replicas=(1, 1), micro_batches=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    loss = program.step(*habit.args, target=habit.target, scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    expected = F.mse_loss(twin(*habit.args), habit.target)
+    expected.backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert torch.allclose(loss, expected)
+    for name, value in twin.state_dict().items():
+        assert torch.allclose(program.state_dict()[name], value, rtol=1e-5)
+
+
+def test_a_scaler_of_another_kind_is_refused() -> None:
+    habit = Habit(Net().double(), (features(),), classes(), cross_entropy)
+    program = compiled(habit, ranks=1)
+    with pytest.raises(InputError, match=r"scaler must be a torch.amp.GradScaler, got int"):
+        program.step(*habit.args, target=habit.target, scaler=3)  # type: ignore[arg-type]
