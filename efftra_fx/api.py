@@ -33,6 +33,7 @@ from efftra_fx.cost import CostTable
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
+from efftra_fx.heap import keep_freed_memory
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -97,6 +98,7 @@ def compile(
     timeout: float = 300.0,
     dump: str | Path | None = None,
     progress: bool | None = None,
+    keep_memory: bool = False,
 ) -> CompiledModel:
     """Compile a model for a cluster; its `step` equals one device's step on the whole batch.
 
@@ -111,6 +113,8 @@ def compile(
     table. `optimizer_states` is the optimizer's state in bytes for each byte of parameters (Adam: 2).
     `progress` shows a bar while blocks are measured, and what each part of the compilation took (default: on
     terminals).
+    `keep_memory` makes this process keep memory that it frees (on CPUs, with glibc): steps with large tensors
+    become faster, and the process stays as large as its largest step.
     `timeout` limits every wait, in seconds. `dump` (or EFFTRA_FX_DUMP) is a folder for what each pass made.
 
     Raises an `EfftraError` that says what cannot be had and why.
@@ -129,6 +133,8 @@ def compile(
         costs=costs,
         optimizer_states=optimizer_states,
     )
+    if keep_memory:
+        keep_freed_memory()
     folder = dump if dump is not None else os.environ.get("EFFTRA_FX_DUMP")
     compiled = CompiledModel(model, cluster, options, optimizer, timeout, folder, progress)
     if example_inputs is not None or example_kwargs is not None:
