@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
 def planned_text(options: argparse.Namespace) -> str:
     """Plan and print; raise the package's errors."""
     started = time.perf_counter()
+    if not options.limit_s >= 0:
+        raise PlanError(f"--limit-s must be 0 or more seconds, got {options.limit_s}")
     workload = load_workload(options.workload)
     cluster = Cluster.load(options.cluster)
     if options.no_memory_limit:
@@ -138,7 +140,7 @@ def as_data(planned: Planned, chain: Chain, cluster: Cluster, ids: Ids, rows: in
             {
                 "label": other.label,
                 "step_s": other.step_s,
-                "slower": other.step_s / planned.step_s - 1,
+                "slower": slower(other.step_s, planned.step_s),
                 "fits": other.plan is not None,
                 "replicas": [stage.replicas for stage in other.plan.stages] if other.plan else None,
                 "micro_batches": other.plan.micro_batches if other.plan else None,
@@ -146,6 +148,11 @@ def as_data(planned: Planned, chain: Chain, cluster: Cluster, ids: Ids, rows: in
             for other in planned.alternatives
         ],
     }
+
+
+def slower(step_s: float, best_s: float) -> float:
+    """How much slower than the best, as a share; nothing is slower than a model that takes no time."""
+    return step_s / best_s - 1 if best_s > 0 else 0.0
 
 
 def as_table(planned: Planned, data: dict[str, Any], cluster: Cluster) -> str:

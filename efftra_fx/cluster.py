@@ -38,6 +38,7 @@ from typing import Any
 from efftra_fx.errors import ClusterError
 
 GB = 1e9
+MOST_DEVICES = 100_000
 WHERE = ("described", "local", "ranks")
 
 
@@ -227,7 +228,10 @@ def read_cluster(data: Mapping[str, Any]) -> Cluster:
         groups = read_groups(name, table)
         if link is None and sum(count for count, _ in groups) > 1:
             raise ClusterError(f"{name}.link is missing: a machine of several devices needs a link inside")
-        for _ in range(read_count(f"{name}.count", table.get("count", 1))):
+        copies = read_count(f"{name}.count", table.get("count", 1))
+        if len(devices) + copies * sum(count for count, _ in groups) > MOST_DEVICES:
+            raise ClusterError(f"{name}: a cluster of more than {MOST_DEVICES} devices cannot be meant")
+        for _ in range(copies):
             devices += [replace(one, machine=len(intra)) for count, one in groups for _ in range(count)]
             intra.append(link)
     if inter is None and len(intra) > 1:

@@ -21,6 +21,7 @@ from typing import Any
 from efftra_fx.cost import Chain, Crossing, NodeCost, Option, Timing
 from efftra_fx.errors import CostError
 
+MOST = 1e18  # bytes or milliseconds; more cannot be meant
 IN_PLACE = re.compile(r"inplace|^__getitem__|^View\b|^Size\b|^Add\b|^Flatten\b|^Reshape\b|^Identity\b", re.IGNORECASE)
 
 
@@ -72,7 +73,7 @@ def read_workload(data: object) -> Workload:
     if not isinstance(data, Mapping) or data.get("schema") != "workload/1":
         raise CostError("schema must be 'workload/1'")
     batch = data.get("profile_batch")
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= 1_000_000):
         raise CostError(f"profile_batch must be a whole number of 1 or more, or null, got {batch!r}")
     rows = batch or 1
     listed = data.get("nodes")
@@ -88,15 +89,19 @@ def read_workload(data: object) -> Workload:
     edges = read_edges(data.get("edges"), known, rows)
     check_acyclic(known, edges)
     micro = data.get("microbatches_per_batch")
-    return Workload(str(data.get("name", "workload")), rows, nodes, edges, micro if isinstance(micro, int) else None)
+    if micro is not None and (isinstance(micro, bool) or not isinstance(micro, int) or not 1 <= micro <= 1_000_000):
+        raise CostError(f"microbatches_per_batch must be a whole number of 1 or more, got {micro!r}")
+    return Workload(str(data.get("name", "workload")), rows, nodes, edges, micro)
 
 
 def amount(what: str, value: object) -> float:
     """A finite number of 0 or more, or CostError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise CostError(f"{what} must be a number, got {value!r}")
     if value < 0:
         raise CostError(f"{what} must not be negative, got {value}")
+    if value > MOST:
+        raise CostError(f"{what} must be at most {MOST:g}, got more; check the unit")
     return float(value)
 
 
@@ -200,6 +205,8 @@ def read_table(what: str, data: Mapping[str, Any], columns: object) -> tuple[Opt
             raise CostError(f"{inner}: tp and microbatch must be 1 or more, got {row!r}")
         points.setdefault((row[0], int(width)), []).append((micro, forward, backward))
     info = data.get("tp_info", {})
+    if not isinstance(info, Mapping) or not all(isinstance(key, str) and key.isdigit() for key in info):
+        raise CostError(f"{what}.tp_info must be an object with tensor widths as keys, got {info!r}")
     options = []
     for (kind, width), measured in sorted(points.items()):
         shard = info.get(str(width)) or info.get(max(info, key=int)) if info else None

@@ -248,9 +248,14 @@ def about_changes(planned: Planned, found: Iterator[Change]) -> list[str]:
         if change.step_s is None:
             lines.append(f"  {change.label}: no plan fits")
             continue
-        gain = planned.step_s / change.step_s - 1
+        gain = share(planned.step_s, change.step_s)
         lines.append(f"  {change.label}: predicted step {milli(change.step_s)} ms ({gain:+.1%} speed)")
     return lines
+
+
+def share(longer_s: float, shorter_s: float) -> float:
+    """How much longer, as a share of the shorter; 0 where nothing takes time."""
+    return longer_s / shorter_s - 1 if shorter_s > 0 else 0.0
 
 
 def milli(seconds: float) -> str:

@@ -134,7 +134,9 @@ def check_request(chain: Chain, cluster: Cluster, request: Request) -> None:
         if needed > devices:
             raise PlanError(f"replicas={replicas} need {needed} devices, the cluster has {devices}")
         stages = len(replicas)
-    if stages is not None and not 1 <= stages <= devices:
+    if stages is not None and stages < 1:
+        raise PlanError(f"stages must be 1 or more, got {stages}")
+    if stages is not None and stages > devices:
         raise PlanError(f"stages={stages} needs as many devices, the cluster has {devices}")
     if stages is not None and stages > blocks:
         raise PlanError(f"stages={stages} but {chain.name} has {blocks} blocks; ask for at most {blocks}")

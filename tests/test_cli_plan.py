@@ -79,6 +79,9 @@ def test_parts_can_be_fixed(workload: str, capsys: pytest.CaptureFixture[str]) -
         (["--stages", "9"], "has 8 blocks"),
         (["--tensor", "2"], "costs for tensor width 1 only"),
         (["--micro-batches", "0"], "micro_batches=0"),
+        (["--batch", "0"], "rows must be 1 or more, got 0"),
+        (["--stages", "0"], "stages must be 1 or more, got 0"),
+        (["--limit-s", "nan"], "--limit-s must be 0 or more"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(
@@ -97,3 +100,12 @@ def test_missing_files_are_one_line(workload: str, tmp_path: Path, capsys: pytes
 
 def test_runs_of_numbers_are_shortened() -> None:
     assert shortened([0, 1, 2, 3, 8]) == "0-3, 8"
+
+
+def test_a_model_that_takes_no_time_is_planned_and_explained(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(Path(workload).read_text())
+    for node in data["nodes"]:
+        node.update(forward_ms=0, backward_ms=0, activation_bytes=0, parameter_bytes=0)
+    Path(workload).write_text(json.dumps(data))
+    assert plan_command([workload, "--cluster", str(CLUSTER), "--explain"]) == 0
+    assert "predicted step 0.00 ms" in capsys.readouterr().out

@@ -64,6 +64,7 @@ def test_a_file_gives_machines_devices_and_links() -> None:
         ("count = 2\ndevices", "count = true\ndevices", r"machine\[0\].count must be a whole number"),
         ("[[machine]]\nlink", "[[machine]]\nkind = 'x'\nlink", r"machine\[1\].kind and machine\[1\].device are both"),
         ("[inter]", "[inter", "not TOML"),
+        ("count = 2\ndevices", "count = 99999\ndevices", r"machine\[0\]: a cluster of more than 100000 devices"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_names_the_field(old: str, new: str, words: str) -> None:

@@ -136,6 +136,9 @@ def test_measurements_of_several_micro_batches_become_a_straight_line() -> None:
         (lambda d: d.update(edges=None), "edges must be a list"),
         (lambda d: d.update(profile_batch=0), "profile_batch must be a whole number"),
         (lambda d: d.update(schema="workload/2"), "schema must be 'workload/1'"),
+        (lambda d: d["nodes"][0].update(forward_ms=1e30), "node 7.forward_ms must be at most 1e.18"),
+        (lambda d: d["nodes"][0].update(parameter_bytes=10**400), "node 7.parameter_bytes must be at most 1e.18"),
+        (lambda d: d.update(microbatches_per_batch=-1), "microbatches_per_batch must be a whole number"),
     ],
 )
 def test_a_wrong_profile_is_an_error_that_names_the_node_or_field(tmp_path: Path, edit: object, words: str) -> None:
