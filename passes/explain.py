@@ -193,7 +193,7 @@ def about_others(planned: Planned, chain: Chain, cluster: Cluster, rows: int, ru
             lines.append(f"  {other.label}: does not fit the memory")
             continue
         figures = evaluate(other.plan, chain, cluster, rows, rules)
-        ratio = f"{milli(figures.step_s)} ms ({figures.step_s / planned.step_s - 1:+.1%})"
+        ratio = f"{milli(figures.step_s)} ms ({share(figures.step_s, planned.step_s):+.1%})"
         if figures.step_s < planned.step_s:
             lines.append(f"  {other.label}: {ratio}, but not with what was fixed")
             continue
