@@ -475,6 +475,8 @@ def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None)
         stages, tuple(stage.tensor for stage in plan.stages), wiring, like=like.sharded if like else None
     )
     for index, one in enumerate(sharded):
+        if one is not None:
+            report.texts.append((f"stage-{index}-tensor.txt", one.describe()))
         for rank, graph in enumerate(one.stages if one is not None else ()):
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)
     if any(one is not None for one in sharded):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from efftra_fx.meta import PATH, ROLE
+from efftra_fx.collectives import COLLECTIVE_FUNCTIONS
+from efftra_fx.meta import PATH, PLACED, ROLE
 from efftra_fx.program import Wiring
 
 from .shard_axes import axes_of
@@ -39,6 +40,20 @@ class Sharded:
     def width(self) -> int:
         """Number of ranks of the group."""
         return len(self.stages)
+
+    def describe(self) -> str:
+        """Return as text where each parameter lies, what is moved between the ranks, and what is computed whole."""
+        nodes = list(self.stages[0].gm.graph.nodes)
+        moves = [n for n in nodes if n.target in COLLECTIVE_FUNCTIONS]
+        lines = [f"# {self.width} ranks wide, {len(moves)} changes of placement", ""]
+        lines += [f"parameter {name}: {place}" for name, place in self.parameters.items()]
+        lines += ["", *(f"{n.target.__name__} {n.args[0]}: {_type(n)}, then {PLACED[n]}" for n in moves)]
+        return "\n".join([*lines, "", *self.notes]).rstrip("\n") + "\n"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta["val"]
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
 
 
 def shard_stage(

@@ -99,7 +99,8 @@ class _Spread:
         self.calls = [n for n in nodes if n.op == "call_function" and not is_fixed(n) and not is_item(n)]
         self.rounded = rounded_calls(self.gm, self.calls)
         for node in self.calls:
-            self.strategies[node] = dict.fromkeys(base_strategies(node))
+            ways = base_strategies(node)
+            self.strategies[node] = dict.fromkeys(ways[:1] if node in self.rounded else ways)
             for index, operand in enumerate(operands(node)):
                 self.readers.setdefault(place_of(operand), []).append((node, index))
 

@@ -173,6 +173,24 @@ def test_what_has_no_rule_is_computed_whole_and_said() -> None:
     assert any("lstm.input has no rule" in note for note in shard_stage(stage, 2).notes)
 
 
+def test_what_a_float64_model_computes_in_float32_stays_whole() -> None:
+    maker = Maker()
+    value = maker.value(torch.randn(3, 8, dtype=torch.float64), 0)
+    made = maker.call(aten.linear.default, value, maker.parameter(torch.randn(8, 8, dtype=torch.float64)))
+    coarse = maker.call(aten._to_copy.default, made, dtype=torch.float32)
+    scaled = maker.call(aten.mul.Tensor, coarse, coarse)
+    fine = maker.call(aten._to_copy.default, scaled, dtype=torch.float64)
+    found = find_candidates(maker.finish(fine), 2)
+    assert len(found.strategies[made]) > 2
+    assert [len(found.strategies[node]) for node in (coarse, scaled, fine)] == [1, 1, 1]
+
+
+def test_a_sharded_stage_describes_itself() -> None:
+    text = shard_stage(language([Block(64, 4)], width=64), 2).describe()
+    assert "parameter blocks.0.up.weight: cut dim 0 at 0:128|128:256" in text
+    assert "copy layer_norm_1: float32[" in text
+
+
 # random graphs
 
 
