@@ -204,8 +204,14 @@ class Search:
             stages.append(Stage(low, high, devices, kind.tensor, kind.recompute, names))
             position += count
         setting = found.setting
-        label = found.layout.label
+        label = self.placement(found, [device for stage in stages for device in stage.devices])
         return Plan(tuple(stages), setting.micro_batches, setting.schedule, setting.in_flight, label)
+
+    def placement(self, found: Found, devices: list[int]) -> str:
+        """The name of a placement; a line of devices that comes back to a machine is no contiguous one."""
+        machines = [self.cluster.devices[device].machine for device in devices]
+        runs = 1 + sum(a != b for a, b in zip(machines, machines[1:], strict=False))
+        return "interleaved" if found.layout.label == "contiguous" and runs > len(set(machines)) else found.layout.label
 
     def judge(self, found: Found) -> tuple[Plan, Figures]:
         """The plan and its price by `evaluate`."""

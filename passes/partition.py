@@ -306,7 +306,7 @@ def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape
     """Refine the best seeds; try other numbers of micro-batches for what comes out."""
     many = len(search.cluster.devices) > MANY
     better: list[tuple[float, int, int, Layout, list[Shape]]] = []
-    for value, index, micro, layout, starts in seeds:
+    for value, index, micro, layout, starts in seeds[:8] if many else seeds:
         if search.enough() or value > 1.5 * search.least_s:
             break
         front = refine(
