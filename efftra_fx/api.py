@@ -274,9 +274,7 @@ class CompiledModel:
         """The step for each form of batch that was met; the first is what was compiled."""
         return [self.built, *self._variants]
 
-    def step(
-        self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any
-    ) -> Tensor:
+    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
         """Compute loss and gradients of the global batch, which every rank gives alike; a collective call.
 
         Returns the whole batch's loss, a scalar without a graph, the same on every rank. Gradients are

@@ -75,13 +75,13 @@ class TripleGradient(torch.autograd.Function):
     """Squares, with a backward that is not the derivative: three times x in place of two."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.scale = scale
         return x * x * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return gradient * x * 3 * ctx.scale, None
 
@@ -197,6 +197,7 @@ class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.c = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ HABITS: Mapping[str, Callable[[], Habit]] = {
     "plain": plain,
     "no_grad": lambda: Habit(Routed().double(), (features(),), classes(), cross_entropy),
     "detached skip": lambda: plain(lambda m, h: h + 2 * h.detach()),
-    "custom function": lambda: plain(lambda m, h: TripleGradient.apply(h, 2.0)),
+    "custom function": lambda: plain(lambda m, h: TripleGradient.apply(h, 2.0)),  # type: ignore[no-untyped-call]
     "value-dependent experts": lambda: Habit(WithExperts().double(), (features(),), classes(), cross_entropy),
     "object output": lambda: Habit(
         GivesObject().double(),

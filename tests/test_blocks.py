@@ -27,7 +27,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = self.one(x).relu()
         narrow = wide[:, :2] + 1
-        return self.two((narrow * 2).tanh())
+        return self.two((narrow * 2).tanh())  # type: ignore[no-any-return]
 
 
 BOTTLENECK = Example("bottleneck", Bottleneck, ZOO["mlp"].batch, ZOO["mlp"].loss_fn)

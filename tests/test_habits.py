@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from against_eager import assert_matches, compiled, one_device, step
+from against_eager import assert_matches
 from habits import HABITS
 
 

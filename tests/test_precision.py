@@ -40,7 +40,7 @@ def overflowing(bad: bool) -> Habit:
     x, y = torch.randn(4, 3) * 0.1, torch.randn(4, 2)
     if bad:
         with torch.no_grad():
-            model[0].weight.mul_(1e-38)
+            model.get_parameter("0.weight").mul_(1e-38)
         x[0], y[0] = 3e37, 50.0
     return Habit(model, (x,), y, F.mse_loss)
 

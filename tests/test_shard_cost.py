@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from efftra_fx.passes.shard_cost import with_tensor
 MEGABYTE = 1e6
 
 
-def planned(memory_bytes: float, link: Link, rows: int = 64, **options: object) -> CompiledModel:
+def planned(memory_bytes: float, link: Link, rows: int = 64, **options: Any) -> CompiledModel:
     """Plan one layer of 16 MB between small ones for a machine with two devices."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 2000), nn.ReLU(), nn.Linear(2000, 2000), nn.ReLU(), nn.Linear(2000, 8))
@@ -23,7 +25,7 @@ def planned(memory_bytes: float, link: Link, rows: int = 64, **options: object) 
     x, y = torch.randn(rows, 32), torch.randint(8, (rows,))
     return compile(
         model, cluster, example_inputs=(x,), example_target=y, loss_fn=F.cross_entropy, costs="estimated", **options
-    )  # type: ignore[arg-type]
+    )
 
 
 FAST, SLOW = Link(1e11, 1e-6), Link(1e6, 1e-2)

@@ -68,7 +68,7 @@ class Skipping(nn.Module):
         first = self.a(x)
         second = self.b(first * mask) * self.frozen
         third = self.c(second.detach()) * mask
-        return self.a(third + first)
+        return self.a(third + first)  # type: ignore[no-any-return]
 
 
 SKIPPING = Example(

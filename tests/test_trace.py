@@ -50,7 +50,7 @@ def test_the_number_of_rows_is_a_symbol_even_where_python_took_it_as_a_number() 
 
 
 def test_a_custom_function_becomes_one_opaque_node() -> None:
-    found = captured(plain(lambda m, h: TripleGradient.apply(h, 2.0)))
+    found = captured(plain(lambda m, h: TripleGradient.apply(h, 2.0)))  # type: ignore[no-untyped-call]
     assert sum(is_opaque(n.target) for n in found.gm.graph.nodes) == 1
     assert found.opaque == ()
 
@@ -103,6 +103,7 @@ def test_an_opaque_module_that_writes_its_buffers_is_refused_by_name() -> None:
     class Counting(Experts):
         def __init__(self) -> None:
             super().__init__()
+            self.calls: Tensor
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
