@@ -124,6 +124,8 @@ def test_a_block_has_one_sum_each_way_for_attention_and_for_its_mlp(make: Any) -
     more = changes(three)
     more.subtract(changes(one))
     assert +more == {"copy": 4, "reduce": 4}  # two blocks more: forward sums in reduce, backward sums in copy
+    summed = [n for n in three.stages[0].gm.graph.nodes if n.target in (collectives.copy, collectives.reduce)]
+    assert all(tuple(n.meta["val"].shape)[1:] == (64, 256) for n in summed)  # no more bytes than Megatron moves
     weights = {
         n.rpartition(".")[0]: str(p) for n, p in three.parameters.items() if n.endswith(("up.weight", "down.weight"))
     }
