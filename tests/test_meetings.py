@@ -1,0 +1,40 @@
+"""A meeting lets other ranks of the process go on while it waits, and draws its random numbers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from efftra_fx.runtime.local_transport import local_transports, run_all
+from efftra_fx.runtime.meetings import meet
+
+
+def draws_twice(number: float) -> Any:
+    """Draw before and behind a sum."""
+    before = torch.rand(())
+    token = yield True, torch.tensor([number])
+    total = yield False, token
+    return float(before), float(torch.rand(())), total.item()
+
+
+def test_ranks_sum_and_draw_alike_and_leave_the_callers_random_state_alone() -> None:
+    transports = local_transports(3)
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    found = run_all([meet(draws_twice(t.rank + 1.0), t, (0, 1, 2), "a test", seed=5) for t in transports])
+    assert len(set(found)) == 1
+    assert found[0][2] == 6.0
+    torch.manual_seed(5)
+    assert found[0][:2] == (float(torch.rand(())), float(torch.rand(())))
+    torch.manual_seed(1)
+    run_all([meet(draws_twice(1.0), t, (0, 1, 2), "a test", seed=5) for t in transports])
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_groups_meet_apart() -> None:
+    transports = local_transports(4)
+    groups = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    found = run_all([meet(draws_twice(t.rank), t, groups[t.rank], "a test") for t in transports])
+    assert [total for *_, total in found] == [2.0, 4.0, 2.0, 4.0]
