@@ -86,6 +86,12 @@ class TripleGradient(torch.autograd.Function):
         return gradient * x * 3 * ctx.scale, None
 
 
+def triple(x: Tensor, scale: float) -> Tensor:
+    """Apply the function above."""
+    out: Tensor = TripleGradient.apply(x, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
 class Experts(nn.Module):
     """A mixture of experts in eager form: selections whose sizes depend on values, and a branch on them."""
 
@@ -192,7 +198,9 @@ class Partly(nn.Module):
 
 
 class Averaged(nn.Module):
-    """A buffer that counts, and one that follows the batch's mean under no_grad."""
+    """A buffer that counts the steps."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +322,7 @@ HABITS: Mapping[str, Callable[[], Habit]] = {
     "plain": plain,
     "no_grad": lambda: Habit(Routed().double(), (features(),), classes(), cross_entropy),
     "detached skip": lambda: plain(lambda m, h: h + 2 * h.detach()),
-    "custom function": lambda: plain(lambda m, h: TripleGradient.apply(h, 2.0)),  # type: ignore[no-untyped-call]
+    "custom function": lambda: plain(lambda m, h: triple(h, 2.0)),
     "value-dependent experts": lambda: Habit(WithExperts().double(), (features(),), classes(), cross_entropy),
     "object output": lambda: Habit(
         GivesObject().double(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from habits import Experts, Habit, TripleGradient
+from habits import Experts, Habit, triple
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -33,7 +33,7 @@ def _linear() -> nn.Module:
 
 def _no_grad(h: Tensor, layer: nn.Module) -> Tensor:
     with torch.no_grad():
-        scale = layer(h).sigmoid()
+        scale: Tensor = layer(h).sigmoid()
     return h * scale
 
 
@@ -50,12 +50,14 @@ def _recurrent(h: Tensor, cell: nn.Module) -> Tensor:
     for step in range(LENGTH):
         state = cell(h[:, step], state)
         states.append(state)
-    return torch.stack(states, 1)
+    stacked: Tensor = torch.stack(states, 1)
+    return stacked
 
 
 def _attention(h: Tensor, qkv: nn.Module) -> Tensor:
     q, k, v = qkv(h).chunk(3, -1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out
 
 
 def _frozen() -> nn.Module:
@@ -94,7 +96,7 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "no dropout": lambda: nn.Dropout(0.0),
     "no_grad": lambda: Function(_no_grad, _linear()),
     "detach": lambda: Function(lambda h: h + 2 * h.detach()),
-    "custom function": lambda: Function(lambda h: TripleGradient.apply(h, 0.5)),
+    "custom function": lambda: Function(lambda h: triple(h, 0.5)),
     "value-dependent experts": lambda: Function(lambda h, m: m(h.flatten(0, 1)).view_as(h), Experts(WIDTH)),
     "squeeze and excite": lambda: Function(lambda h, m: h * m(h.mean(1, keepdim=True)).sigmoid(), _linear()),
     "in place": lambda: Function(_in_place),
@@ -132,8 +134,8 @@ class Composed(nn.Module):
                 out = layer(torch.tanh(out))
             h = out if way == 0 else h + out if way == 1 else kept + torch.tanh(out)
             kept = h if way == 0 else kept
-        out = self.head(torch.tanh(h))
-        return out.flatten(0, 1)
+        scores: Tensor = self.head(torch.tanh(h))
+        return scores.flatten(0, 1)
 
 
 def token_loss(kind: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -21,8 +21,8 @@ def hold(habit: Habit, shapes: list[tuple[int, ...]], micro_batches: int) -> Non
     assert_matches(habit, [(shape, micro_batches) for shape in shapes])
 
 
-@given(models(), st.lists(st.sampled_from(SHAPES), min_size=1, max_size=2, unique=True), st.integers(1, 4))
-@settings(max_examples=8, suppress_health_check=RELAXED, deadline=None)
+@given(models(), st.lists(st.sampled_from(SHAPES), min_size=1, max_size=1), st.integers(1, 4))
+@settings(max_examples=5, suppress_health_check=RELAXED, deadline=None)
 def test_a_random_model_trains_as_on_one_device(
     habit: Habit, shapes: list[tuple[int, ...]], micro_batches: int
 ) -> None:

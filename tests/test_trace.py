@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import compiled
-from habits import Branches, Experts, Habit, Net, TripleGradient, WithExperts, classes, cross_entropy, features, plain
+from habits import Branches, Experts, Habit, Net, WithExperts, classes, cross_entropy, features, plain, triple
 from torch import Tensor, nn
 
 from efftra_fx.capture_opaque import is_opaque
@@ -50,7 +50,7 @@ def test_the_number_of_rows_is_a_symbol_even_where_python_took_it_as_a_number() 
 
 
 def test_a_custom_function_becomes_one_opaque_node() -> None:
-    found = captured(plain(lambda m, h: TripleGradient.apply(h, 2.0)))  # type: ignore[no-untyped-call]
+    found = captured(plain(lambda m, h: triple(h, 2.0)))
     assert sum(is_opaque(n.target) for n in found.gm.graph.nodes) == 1
     assert found.opaque == ()
 
@@ -101,6 +101,8 @@ def test_an_opaque_module_that_draws_random_numbers_is_refused_by_name() -> None
 
 def test_an_opaque_module_that_writes_its_buffers_is_refused_by_name() -> None:
     class Counting(Experts):
+        calls: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.calls: Tensor
