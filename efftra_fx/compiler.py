@@ -340,8 +340,8 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
             chain = _with_widths(front, chain, {stage.tensor for stage in options.plan.stages})
             return _priced(options.plan, chain, cluster, front.rows, options)
         if options.tensor is not None:
-            plan = _wide_plan(front, names, chain, cluster, options, schedule)
             chain = _with_widths(front, chain, set(options.tensor))
+            plan = _wide_plan(front, names, chain, cluster, options, schedule)
             return _priced(plan, chain, cluster, front.rows, options)
         if options.cuts is not None:
             plan = _cut_plan(front.gm, names, cluster, options, schedule)
@@ -377,9 +377,9 @@ def _with_widths(front: Front, chain: Chain, widths: set[int]) -> Chain:
 
 
 def _possible_widths(cluster: Cluster) -> set[int]:
-    """Return the widths above 1 that fill a machine without a rest."""
+    """Return the widths from 2 to 8 that fill a machine without a rest."""
     counts = Counter(device.machine for device in cluster.devices)
-    return {width for width in (2, 4, 8) if any(count % width == 0 for count in counts.values())}
+    return {width for width in range(2, 9) if any(count % width == 0 for count in counts.values())}
 
 
 def _is_fast(cluster: Cluster) -> bool:
@@ -390,21 +390,63 @@ def _is_fast(cluster: Cluster) -> bool:
 def _wide_plan(
     front: Front, names: Sequence[str], chain: Chain, cluster: Cluster, options: Options, schedule: str | None
 ) -> Plan:
-    """Return a plan with these tensor widths by stage; what else is not fixed is chosen as for as many replicas."""
+    """Return the fastest plan with these tensor widths by stage that fits, or one that does not if none does.
+
+    Cuts are chosen as for as many replicas; numbers of replicas that are not given are tried.
+    """
+    assert options.tensor is not None
+    rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
+    best: tuple[bool, float] | None = None
+    chosen: Plan | None = None
+    for replicas in _replicas_to_try(cluster, options):
+        plan = _wide_plan_of(front, names, chain, cluster, options, schedule, replicas)
+        figures = evaluate(plan, chain, cluster, front.rows, rules)
+        found = (shortage(plan, cluster, figures) is not None, figures.step_s)
+        if best is None or found < best:
+            best, chosen = found, plan
+    assert chosen is not None
+    return chosen
+
+
+def _replicas_to_try(cluster: Cluster, options: Options) -> list[tuple[int, ...]]:
     widths = options.tensor
     assert widths is not None
-    stages, replicas = len(widths), options.replicas or (1,) * len(widths)
+    least = options.replicas or (1,) * len(widths)
+    needed, devices = sum(r * t for r, t in zip(least, widths, strict=True)), len(cluster.devices)
+    if needed > devices:
+        raise PlanError(f"tensor={widths} with replicas={least} needs {needed} devices, the cluster has {devices}")
+    if options.replicas is not None:
+        return [options.replicas]
+    most = devices // needed
+    return [(count,) * len(widths) for count in sorted({*(2**k for k in range(most.bit_length())), most})]
+
+
+def _wide_plan_of(
+    front: Front,
+    names: Sequence[str],
+    chain: Chain,
+    cluster: Cluster,
+    options: Options,
+    schedule: str | None,
+    replicas: tuple[int, ...],
+) -> Plan:
+    widths = options.tensor
+    assert widths is not None
     counts = tuple(r * t for r, t in zip(replicas, widths, strict=True))
-    devices = len(cluster.devices)
-    if sum(counts) > devices:
-        raise PlanError(
-            f"tensor={widths} with replicas={replicas} needs {sum(counts)} devices, the cluster has {devices}"
-        )
-    asked = replace(options, stages=stages, replicas=counts, tensor=None)
+    asked = replace(options, stages=len(widths), replicas=counts, tensor=None)
     if options.cuts is not None:
         plan = _cut_plan(front.gm, names, cluster, asked, schedule)
     else:
-        plan = _searched(front, chain, cluster.without_memory_limits(), asked, schedule).plan
+        plan = partition(
+            chain,
+            cluster.without_memory_limits(),
+            front.rows,
+            stages=len(widths),
+            replicas=counts,
+            micro_batches=options.micro_batches,
+            schedule=schedule,
+            tensor=1,
+        ).plan
     wide = tuple(
         replace(stage, devices=tuple(sorted(stage.devices)), tensor=width)
         for stage, width in zip(plan.stages, widths, strict=True)
