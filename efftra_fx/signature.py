@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def read_call(
 
     Raises InputError where `forward` does not take these arguments.
     """
-    signature = inspect.signature(forward)
+    signature = _signature_of(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -74,6 +75,18 @@ def read_call(
         else:
             leaves.append(Leaf(name, False, value))
     return Call(tuple(leaves), tree, target is not None), tuple(tensors)
+
+
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or method; that of a class's method is looked up once."""
+    function = getattr(forward, "__func__", None)
+    return inspect.signature(forward) if function is None else _method_signature(function)
+
+
+@lru_cache(maxsize=256)
+def _method_signature(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def difference(expected: Call, found: Call) -> str | None:
