@@ -82,7 +82,7 @@ def check_blocks(gm: fx.GraphModule) -> None:
             assert found[cuts[0]] == min(b for b in between if b is not None)
 
 
-@settings(max_examples=10, phases=PHASES)
+@settings(max_examples=5, phases=PHASES)
 @given(recipes())
 def test_blocks_of_any_model_keep_their_promises(recipe: object) -> None:
     check_blocks(Rig(example_of_recipe(recipe), 1).first.built.front.gm)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_with_replicas_and_micro_batches_it_equals_the_model_but_for_the_order_o
     assert_nearly(rig, lay_out(rig.blocks, (1, 3), 7), 12)
 
 
-@settings(max_examples=8, phases=PHASES)
+@settings(max_examples=4, phases=PHASES)
 @given(st.data())
 def test_for_any_model_and_plan_it_equals_the_model(data: st.DataObject) -> None:
     recipe = data.draw(recipes())
