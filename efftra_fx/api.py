@@ -359,7 +359,7 @@ class CompiledModel:
 
     def _add_gradients(self, results: Mapping[int, StepResult]) -> None:
         done: set[int] = set()
-        parameters = dict(self.named_parameters())
+        parameters = self._parameters
         found = whole_gradients(self.built, {rank: result.gradients for rank, result in results.items()})
         for rank in sorted(found):
             held = self.built.tensors[rank].parameters
@@ -369,6 +369,15 @@ class CompiledModel:
                     continue
                 done.add(id(parameter))
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """This process's parameters by name, looked up once for what was built."""
+        known = self.__dict__.get("_looked_up")
+        if known is None or known[0] is not self.built:
+            known = self.__dict__["_looked_up"] = (self.built, dict(self.named_parameters()))
+        found: dict[str, nn.Parameter] = known[1]
+        return found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the model's own names, in the model's order."""
