@@ -168,6 +168,7 @@ class CompiledModel:
         self.calls = 0
         self.progress = progress
         self._built: Built | None = None
+        self._known_parameters: tuple[Built, dict[str, nn.Parameter]] | None = None
         self._variants: list[Built] = []  # the same step for batches of other forms
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, list[Evaluation]] = {}
@@ -373,11 +374,9 @@ class CompiledModel:
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This process's parameters by name, looked up once for what was built."""
-        known = self.__dict__.get("_looked_up")
-        if known is None or known[0] is not self.built:
-            known = self.__dict__["_looked_up"] = (self.built, dict(self.named_parameters()))
-        found: dict[str, nn.Parameter] = known[1]
-        return found
+        if self._known_parameters is None or self._known_parameters[0] is not self.built:
+            self._known_parameters = self.built, dict(self.named_parameters())
+        return self._known_parameters[1]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the model's own names, in the model's order."""
