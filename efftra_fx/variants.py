@@ -179,7 +179,8 @@ def agree_on_batch(world: World, problem: EfftraError | None, step: int, batch: 
     except InputError as error:
         if problem is not None or "is at step" not in str(error):
             raise
-        everyone = world.gather(batch)
+        way = "a new way through the model" if form < 0 else f"way {form} through the model"
+        everyone = world.gather(f"{batch} ({way})")
         other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
         if other is None:
             raise
