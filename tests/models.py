@@ -250,6 +250,24 @@ ZOO = {
     )
 }
 
+
+class Penalised(nn.Module):
+    """A loss with a part that only weights go into, once as it is and once with a value that is the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.two(self.one(x).tanh()) * self.one.weight.sigmoid().mean(), labels)
+        return loss + 0.1 * self.one.weight.pow(2).sum() + 0.2 * self.two.weight.abs().mean()
+
+
+def _labelled(rows: int) -> Batch:
+    return Batch((torch.randn(rows, 6, dtype=torch.float64), torch.randint(0, 3, (rows,))))
+
+
+PENALISED = Example("penalised", Penalised, _labelled)
 TWO_LAYERS = Example("two layers", lambda: nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3)), _rows, F.cross_entropy)
 NORMED = Example(
     "normed",

@@ -155,7 +155,7 @@ def recipes(draw: st.DrawFn, longest: int = 6) -> Recipe:
     plain = st.sampled_from(sorted(LOSSES))
     any_loss = st.one_of(plain, plain, plain, st.sampled_from(sorted(JOINED)))
     heads = [Head(draw(st.sampled_from(["mean", "classes", *sorted(JOINED)])), len(lines), draw(pick))]
-    for _ in range(draw(st.integers(0, 2))):
+    for _ in range(draw(st.integers(0, 3))):
         heads.append(Head(draw(any_loss), draw(st.integers(0, len(lines))), draw(pick)))
     frozen = (False, *(draw(st.sampled_from((False, False, False, True))) for _ in range(weights - 1)))
     return Recipe(tuple(lines), tuple(heads), frozen)

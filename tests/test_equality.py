@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from models import DROPOUT, ZOO
+from models import DROPOUT, PENALISED, ZOO
 from rig import Rig, assert_close, assert_same, lay_out, rig_of
 
 from efftra_fx.plan import Plan
@@ -61,6 +61,13 @@ def test_batches_of_other_sizes_than_the_first_equal_one_device() -> None:
     rig = rig_of(ZOO["mlp"])
     for rows in (1, 2, 3, 5, 29):
         assert_same(rig.expected(rows), rig.found(lay_out(rig.blocks, (2, 1, 1), 4), rows))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 1), (1, 2)], ids=str)
+def test_a_part_of_the_loss_that_is_the_same_for_all_rows_counts_once(shape: tuple[int, ...]) -> None:
+    rig = rig_of(PENALISED)
+    for micro_batches, rows in ((1, 12), (4, 13)):
+        assert_same(rig.expected(rows), rig.found(lay_out(rig.blocks, shape, micro_batches), rows))
 
 
 def losses(rig: Rig, plan: Plan, seed: int, steps: int = 2) -> list[float]:

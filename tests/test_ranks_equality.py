@@ -101,3 +101,31 @@ def test_dropout_on_ranks_is_the_same_for_the_same_seed_and_plan() -> None:
     for first, again, other in outcomes:
         assert first == again != other
     assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def go_on_here() -> dict[str, Any]:
+    """Train by one plan, and then, from where that ended, by another."""
+    torch.set_num_threads(1)
+    example = ZOO["mlp"]
+    program = start(example, replicas=(2, 1), micro_batches=3)
+    batch = example.data(12)
+    for plan in (None, lay_out(program.plan.blocks, (1, 1, 1), 2)):
+        program = program if plan is None else program.with_plan(plan)
+        optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+        for _ in range(2):
+            program.step(*batch.args, target=batch.target)
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(program.state_dict())
+
+
+def test_another_plan_goes_on_from_the_weights_that_ranks_have_trained() -> None:
+    example = ZOO["mlp"]
+    model, batch = example.build(), example.data(12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        example.loss(model, batch).backward()
+        optimizer.step()
+    for state in run_ranks(go_on_here, 3, limit_s=120.0):
+        assert_close(dict(model.named_parameters()), state, 1e-8, "parameter")
