@@ -252,7 +252,7 @@ ZOO = {
 
 
 class Penalised(nn.Module):
-    """A loss with a part that only weights go into, once as it is and once with a value that is the same for all rows."""
+    """A loss with parts that only weights go into, and a factor that is the same for all rows."""
 
     def __init__(self) -> None:
         super().__init__()

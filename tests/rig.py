@@ -100,7 +100,7 @@ def assert_close(
 
     `some`: only those that were found are compared, as on a rank that holds a part of the model.
     """
-    overall = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    overall = max((float(t.detach().abs().max()) for t in expected.values() if t.numel()), default=0.0)
     for name in found if some else {**expected, **found}:
         a, b = expected.get(name), found.get(name)
         if a is None or b is None:
