@@ -257,7 +257,8 @@ def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
         return ()
     return (
         f"batch statistics of {', '.join(norms)} are those of each micro-batch on each replica, as if one device "
-        "ran the same parts in order; for whole-batch statistics use micro_batches=1 and one replica",
+        "ran the same parts in order, and running statistics the mean of the replicas' own; for whole-batch statistics "
+        "use micro_batches=1 and one replica",
     )
 
 
