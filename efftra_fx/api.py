@@ -26,7 +26,7 @@ from efftra_fx.build import (
     place,
     stage_times,
 )
-from efftra_fx.check import CheckReport, compare_gradients, one_device_step
+from efftra_fx.check import CheckReport, compare_gradients, loss_tolerance, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
 from efftra_fx.cost import CostTable
@@ -498,11 +498,13 @@ class CompiledModel:
                 one_device_step(self.model, state, call, list(tensors), self.options.loss_fn, 0)
                 for _ in range(max(repeats, 1))
             ]
-            loss, expected, _ = runs[-1]
-            found = [loss, *compare_gradients(expected, gradients), median(run[2] for run in runs)]
+            alone, expected, _ = runs[-1]
+            found = [alone, *compare_gradients(expected, gradients), median(run[2] for run in runs)]
         one_loss, worst, name, tolerance, one_s = self.world.broadcast(found)
         notes = self.built.front.notes
-        report = CheckReport(float(_loss(results)), one_loss, worst, name, tolerance, median(times), one_s, notes)
+        loss = _loss(results)
+        apart = max(loss_tolerance(loss.dtype), tolerance)
+        report = CheckReport(float(loss), one_loss, worst, name, tolerance, median(times), one_s, notes, apart)
         if show and self.world.first:
             print(report)
         return report
