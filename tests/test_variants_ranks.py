@@ -79,4 +79,4 @@ def test_ranks_take_new_forms_together_and_refuse_different_batches_alike() -> N
             assert "the ranks were given different batches" in message and "rank 1" in message
             for name, gradient in found.items():
                 other = gradients[name]
-                assert (other is None and not gradient.any()) or torch.allclose(gradient, other, rtol=1e-8, atol=1e-12)  # type: ignore[arg-type]
+                assert (other is None and not gradient.any()) or torch.allclose(gradient, other, rtol=1e-8, atol=1e-12)
