@@ -409,7 +409,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def build(name: str) -> Made:
-    """Return an architecture's model, in training mode (batch norms with fixed statistics) and float64, and its batch."""
+    """Return an architecture's model in training mode (batch norms fixed) and float64, and its batch."""
     torch.manual_seed(0)
     model, inputs = ARCHITECTURES[name].make()
     wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}

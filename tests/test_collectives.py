@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ CUT = Cut(5, (((0, 1), (4, 5)), ((1, 3),), ((3, 4),)))
 
 
 def ranks_run(
-    function: Function, arguments: list[tuple[object, ...]], tensors: list[Tensor]
+    function: Function, arguments: Sequence[tuple[Any, ...]], tensors: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each rank's value and the gradient of its operand; the value's gradient is `fixed`, times rank + 1."""
     graphs, operands = [], []
