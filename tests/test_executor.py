@@ -118,7 +118,8 @@ def test_a_recorded_step_has_a_span_for_each_instruction_but_those_of_one_group_
     for executor in executors:
         executor.clock = lambda: float(next(ticks))
     _, given = program._batch(batch.args, {}, batch.target)
-    results = run_all([executor.run(given) for executor in executors])
+    with torch.no_grad():  # ranks that take turns leave one another's modes behind
+        results = run_all([executor.run(given) for executor in executors])
     for executor, result in zip(executors, results, strict=True):
         instructions = executor.program.instructions
         indices = [index for index, _, _ in result.timeline]
@@ -158,6 +159,7 @@ def test_an_error_on_one_rank_is_raised_and_the_program_can_go_on() -> None:
     bad[-1] = 99
     with pytest.raises(IndexError, match="out of bounds"):
         program.step(*batch.args, target=bad)
+    assert torch.is_grad_enabled()
     rig.model.zero_grad()
     again = rig.program(lay_out(4, (1, 1), 2))
     assert float(again.step(*batch.args, target=batch.target)) == expected
