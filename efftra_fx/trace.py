@@ -7,6 +7,7 @@ the loss and then the new values of the buffers that the forward writes.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import warnings
@@ -109,14 +110,29 @@ class _Step(nn.Module):
         return tuple(leaf for leaf, m in zip(flat, moving, strict=True) if m)
 
 
+def _needs_target(loss_fn: LossFn) -> bool:
+    """Say whether a loss function has a second argument without a default."""
+    try:
+        parameters = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters
+    except (TypeError, ValueError):  # a function written in C may tell nothing
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return len(needed) > 1
+
+
 def loss_of(output: Any, loss_fn: LossFn | None, target: Any, has_target: bool) -> Tensor:
     """Return the scalar loss of a model output, in the ways in which a user may give it.
 
     Raises LossError where there is none or it is not a scalar tensor.
     """
     if loss_fn is not None:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__).replace("<lambda>", "loss_fn")
+        if not has_target and _needs_target(loss_fn):
+            raise LossError(
+                f"{name} takes a target, but none was given; give example_target= to compile and target= to each step"
+            )
         loss = loss_fn(output, target) if has_target else loss_fn(output)
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     else:
         loss, name = _own_loss(output), "the model"
     if not isinstance(loss, Tensor):
