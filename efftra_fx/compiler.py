@@ -164,15 +164,32 @@ def model_tensors(model: nn.Module, loss_fn: Any, gm: fx.GraphModule) -> dict[tu
 
 
 def proof_inputs(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
-    """Return a few rows of the example, spread over the batch; a batch of one row is made into several."""
+    """Return a few rows of the example that differ, spread over the batch; a batch of one row is made into several.
+
+    Rows that are alike in something, say their class, would hide that a sum over the batch has mixed them up.
+    """
     if rows == 1:
         return [t if d is None else _grown(t, d) for t, d in zip(tensors, dims, strict=True)]
     count = min(rows, _PROOF_ROWS)
-    picked = torch.linspace(0, rows - 1, count).round().long()
+    picked = _differing(tensors, dims, rows, torch.linspace(0, rows - 1, count).round().tolist())
     return [
         t.detach() if d is None else t.detach().index_select(d, picked.to(t.device))
         for t, d in zip(tensors, dims, strict=True)
     ]
+
+
+def _differing(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int, wanted: Sequence[float]) -> Tensor:
+    """Return as many rows as wanted, which differ in as many inputs as can be, and then near to the wanted ones."""
+    inputs = [t.detach().movedim(d, 0).reshape(rows, -1) for t, d in zip(tensors, dims, strict=True) if d is not None]
+    numbers = torch.arange(rows)
+    picked = [0]
+    for place in wanted[1:]:
+        near = 1 - (numbers - place).abs() / rows
+        differing = torch.stack([(t != t[row]).any(1).cpu() for t in inputs for row in picked]).sum(0)
+        score = differing + 0.5 * near
+        score[picked] = -1.0
+        picked.append(int(score.argmax()))
+    return torch.tensor(sorted(picked))
 
 
 def _grown(tensor: Tensor, dim: int) -> Tensor:

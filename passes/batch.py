@@ -61,6 +61,7 @@ class ProveBatch:
         whole = evaluate_nodes(gm, values, self.inputs)
         mark_free(gm)
         reading = reads_rows(gm, self.batch_leaves)
+        alike = self.rows_alike(gm)
         for middle in dict.fromkeys((1, rows - 1)):
             cut = (slice(0, middle), slice(middle, rows))
             parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
@@ -69,11 +70,22 @@ class ProveBatch:
                     continue
                 sizes = [middle, rows - middle]
                 found = relation(whole[node], [p[node] for p in parts], rows, sizes, node in reading)
+                unsure = found.kind == "sum" and node in alike  # rows mixed up give the same sum while they are alike
+                if unsure and any(BATCH[n].kind == "mixed" for n in node.all_input_nodes):
+                    found = Split("mixed")
                 if middle == 1 or BATCH[node] == found:
                     BATCH[node] = found
                 else:
                     BATCH[node] = Split("mixed")
         return gm
+
+    def rows_alike(self, gm: fx.GraphModule) -> set[fx.Node]:
+        """Return the nodes that read an input whose rows are all the same."""
+        same = [
+            d is not None and bool((t == t.narrow(d, 0, 1)).all())
+            for t, d in zip(self.inputs, self.batch_leaves, strict=True)
+        ]
+        return reads_rows(gm, [0 if alike else None for alike in same])
 
 
 def reads_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> set[fx.Node]:

@@ -360,6 +360,12 @@ HABITS: Mapping[str, Callable[[], Habit]] = {
     "complex values": lambda: Habit(Spectral().double(), (features(),), classes(), cross_entropy),
     "weight norm": _weight_norm,
     "shared table": _shared_table,
+    "rows mixed up": lambda: Habit(
+        Net(lambda m, h: h.flip(0)).double(), (features(),), torch.arange(ROWS) % 3, cross_entropy
+    ),
+    "rows mixed up, one class": lambda: Habit(
+        Net(lambda m, h: h.flip(0)).double(), (features(),), torch.ones(ROWS, dtype=torch.long), cross_entropy
+    ),
     "mixing in the middle": lambda: plain(lambda m, h: h - h.mean(0)),
     "dropout of zero": lambda: plain(lambda m, h: F.dropout(h, 0.0, True)),
     "integer and bool masks": lambda: plain(lambda m, h: torch.where(h > 0, h, h * (h.argsort(-1) % 2))),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from efftra_fx.compiler import proof_inputs
 from efftra_fx.meta import BATCH, FREE, Split
 from efftra_fx.passes.batch import ProveBatch, relation
 from efftra_fx.signature import read_call
@@ -69,6 +70,13 @@ def test_equal_rows_do_not_make_a_mean_the_same_for_all_parts() -> None:
     x = torch.ones(5, 3, dtype=torch.float64)
     assert proven(lambda x, w: (x @ w).mean(0), x)[0].kind == "mixed"
     assert proven(lambda x, w: (x @ w).amax(0), x)[0].kind == "mixed"
+
+
+def test_rows_that_prove_how_values_follow_the_batch_differ() -> None:
+    features, classes = torch.randn(7, 2), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    first, found = proof_inputs([features, classes], (0, 0), 7)
+    assert len(set(found.tolist())) == 3
+    assert [features.tolist().index(row) for row in first.tolist()] == [0, 2, 4]
 
 
 def test_nearly_equal_losses_in_low_precision_are_told_apart() -> None:
