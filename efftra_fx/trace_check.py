@@ -7,7 +7,9 @@ catches what a tracer loses without a word: the backward of a custom
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,58 +17,155 @@ from torch import Tensor, nn
 
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError
+from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.trace import Captured, LossFn, loss_of
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_LOOK = "look for a custom autograd.Function, a hook or Python state that changes from call to call"
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What differs, in words: one of the graph's results by number, a parameter's gradient, or a buffer it lacks."""
+
+    text: str
+    result: int | None = None
+    gradient: str | None = None
+    buffer: str | None = None
+    remedy: str = _LOOK
+
+
+@dataclass(frozen=True)
+class _Eager:
+    """The eager model with what it holds; `before` are its buffers' values."""
+
+    model: nn.Module
+    captured: Captured
+    inputs: Sequence[Tensor]
+    loss_fn: LossFn | None
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    before: Mapping[str, Tensor]
+
+    def step(self, record: EagerRecord | None = None) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
+        """Return loss, gradients and new buffer values; leave buffers and the state of random numbers as they were."""
+        call = self.captured.call
+        try:
+            with torch.random.fork_rng(), torch.enable_grad(), record.on() if record else nullcontext():
+                torch.manual_seed(0)
+                args, kwargs, target = call.rebuild([t.clone() for t in self.inputs])
+                loss = loss_of(self.model(*args, **kwargs), self.loss_fn, target, call.has_target)
+                gradients = _gradients(loss, self.parameters)
+            return loss.detach(), gradients, {name: b.detach().clone() for name, b in self.buffers.items()}
+        finally:
+            self.restore()
+
+    def output(self, record: EagerRecord | None = None) -> list[Any]:
+        """Return the leaves of the output; leave buffers and the state of random numbers as they were."""
+        try:
+            with torch.random.fork_rng(), torch.no_grad(), record.on() if record else nullcontext():
+                torch.manual_seed(0)
+                args, kwargs, _ = self.captured.call.rebuild([t.clone() for t in self.inputs])
+                return [leaf for _, leaf in take_apart(self.model(*args, **kwargs))[0]]
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Put the buffers back."""
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                buffer.copy_(self.before[name])
+
+    @property
+    def operands(self) -> list[Any]:
+        """What the graph takes, in order."""
+        source = iter(self.inputs)
+        operands: list[Any] = []
+        for node in self.captured.gm.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            role = ROLE[node]
+            if role.kind == "parameter":
+                operands.append(self.parameters[role.name])
+            elif role.kind == "buffer":
+                operands.append(self.before[role.name].clone())
+            elif role.kind == "constant":
+                operands.append(CONSTANTS[self.captured.gm][role.name])
+            else:
+                operands.append(next(source))
+        return operands
+
+    def graph(self) -> Sequence[Any]:
+        """Return the results of the captured graph; raises CaptureError where it does not run."""
+        with torch.random.fork_rng(), _casts_in_graph():
+            torch.manual_seed(0)
+            try:
+                results: Sequence[Any] = self.captured.gm(*self.operands)
+            except RuntimeError as error:
+                stopped = run_nodes(self.captured.gm, self.operands)
+                where = f"{stopped}" if isinstance(stopped, str) else str(error)
+                raise CaptureError(f"the captured graph does not run as the eager model does: {where}") from error
+        return results
+
+
+@contextmanager
+def _casts_in_graph() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> None:
     """Raise CaptureError where the graph's loss, gradients or buffers differ from the eager model's.
 
-    Leaves parameters, gradients, buffers and the state of random numbers as they were.
+    The error names what differs, and the first node at which the graph leaves the model. Leaves parameters,
+    gradients, buffers and the state of random numbers as they were.
     """
+    eager = _eager(model, captured, inputs, loss_fn)
+    loss, gradients, written = eager.step()
+    with torch.enable_grad():
+        results = eager.graph()
+        found = _gradients(results[0], eager.parameters)
+    difference = (
+        _apart("the loss", loss, results[0].detach(), result=0)
+        or _gradients_apart(gradients, found)
+        or _buffers_apart(eager, written, results)
+    )
+    if difference is not None:
+        record = EagerRecord()
+        eager.step(record)
+        raise _explained(eager, difference, record)
+
+
+def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> None:
+    """Raise CaptureError where the graph of a model's output gives another output than the model as it is now.
+
+    Leaves buffers and the state of random numbers as they were.
+    """
+    eager = _eager(model, captured, inputs, None)
+    leaves = eager.output()
+    with torch.no_grad():
+        found = eager.graph()[: OUTPUTS[captured.gm].loss]
+    assert captured.out_tree is not None
+    if len(leaves) != len(captured.out_tree.moving):
+        raise CaptureError(
+            f"the model gave {len(captured.out_tree.moving)} values while it was captured, {len(leaves)} now"
+        )
+    moving = [leaf for leaf, m in zip(leaves, captured.out_tree.moving, strict=True) if m]
+    for number, (a, b) in enumerate(zip(moving, found, strict=True)):
+        difference = _apart(f"output {number}", a, b, result=number) if isinstance(a, Tensor) else None
+        if difference is not None:
+            record = EagerRecord()
+            eager.output(record)
+            raise _explained(eager, difference, record)
+
+
+def _eager(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> _Eager:
     modules = [("", model)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
     parameters = {prefix + n: p for prefix, m in modules for n, p in m.named_parameters()}
     buffers = {prefix + n: b for prefix, m in modules for n, b in m.named_buffers()}
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    try:
-        with torch.random.fork_rng(), torch.enable_grad():
-            torch.manual_seed(0)
-            args, kwargs, target = captured.call.rebuild([t.clone() for t in inputs])
-            loss = loss_of(model(*args, **kwargs), loss_fn, target, captured.call.has_target)
-            expected = _gradients(loss, parameters)
-            written = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    finally:
-        for name, buffer in buffers.items():
-            with torch.no_grad():
-                buffer.copy_(before[name])
-    with torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(0)
-        try:
-            found_loss, news = _run(captured, parameters, before, inputs)
-        except RuntimeError as error:
-            raise CaptureError(f"the captured graph does not run as the eager model does: {error}") from error
-        found = _gradients(found_loss, parameters)
-    _compare("the loss", loss.detach(), found_loss.detach())
-    for name in parameters:
-        a, b = expected[name], found[name]
-        if (a is None) != (b is None) and bool((a if a is not None else b).any()):  # type: ignore[union-attr]
-            has, lacks = ("eager", "the captured graph") if b is None else ("the captured graph", "eager")
-            raise CaptureError(
-                f"the gradient of '{name}' exists in {has} and not in {lacks}: the graph is not the model; "
-                "look for a custom autograd.Function, a hook or a detach on the way to it"
-            )
-        if a is not None and b is not None:
-            _compare(f"the gradient of '{name}'", a, b)
-    for name, value in news.items():
-        _compare(f"the new value of buffer '{name}'", written[name], value)
-    for name in set(buffers) - set(news):
-        if not torch.equal(written[name].nan_to_num(), before[name].nan_to_num()):
-            raise CaptureError(
-                f"forward writes buffer '{name}', and the captured graph does not; register it with register_buffer "
-                "and write it with an in-place operation"
-            )
+    return _Eager(model, captured, inputs, loss_fn, parameters, buffers, before)
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
@@ -78,81 +177,69 @@ def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tens
     return result
 
 
-def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> None:
-    """Raise CaptureError where the graph of a model's output gives another output than the model as it is now.
-
-    Leaves buffers and the state of random numbers as they were.
-    """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        args, kwargs, _ = captured.call.rebuild([t.clone() for t in inputs])
-        leaves = [leaf for _, leaf in take_apart(model(*args, **kwargs))[0]]
-        for name, buffer in buffers.items():
-            buffer.copy_(before[name])
-        torch.manual_seed(0)
-        found = _results(captured, parameters, before, inputs)[: OUTPUTS[captured.gm].loss]
-    assert captured.out_tree is not None
-    moving = [leaf for leaf, m in zip(leaves, captured.out_tree.moving, strict=False) if m]
-    if len(leaves) != len(captured.out_tree.moving):
-        raise CaptureError(
-            f"the model gave {len(captured.out_tree.moving)} values while it was captured, {len(leaves)} now"
-        )
-    for number, (a, b) in enumerate(zip(moving, found, strict=True)):
-        if isinstance(a, Tensor):
-            _compare(f"output {number}", a, b)
+def _gradients_apart(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> _Difference | None:
+    for name, a in expected.items():
+        b = found[name]
+        if a is not None and b is not None:
+            difference = _apart(f"the gradient of '{name}'", a, b, gradient=name)
+            if difference is not None:
+                return difference
+        elif any(one is not None and bool(one.any()) for one in (a, b)):
+            has, lacks = ("eager", "the captured graph") if b is None else ("the captured graph", "eager")
+            return _Difference(
+                f"the gradient of '{name}' exists in {has} and not in {lacks}: the graph is not the model",
+                gradient=name,
+                remedy="look for a custom autograd.Function, a hook or a detach on the way to it",
+            )
+    return None
 
 
-def _run(
-    captured: Captured, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    results = _results(captured, parameters, buffers, inputs)
-    outputs = OUTPUTS[captured.gm]
-    return results[0], dict(zip(outputs.buffers, results[outputs.loss :], strict=True))
+def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequence[Any]) -> _Difference | None:
+    outputs = OUTPUTS[eager.captured.gm]
+    for number, name in enumerate(outputs.buffers, outputs.loss):
+        difference = _apart(f"the new value of buffer '{name}'", written[name], results[number], result=number)
+        if difference is not None:
+            return difference
+    for name in eager.buffers:
+        if name not in outputs.buffers and not torch.equal(written[name].nan_to_num(), eager.before[name].nan_to_num()):
+            return _Difference(
+                f"forward writes buffer '{name}', and the captured graph does not",
+                buffer=name,
+                remedy="register it with register_buffer and write it with an in-place operation",
+            )
+    return None
 
 
-def _results(
-    captured: Captured, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
-) -> Sequence[Any]:
-    source = iter(inputs)
-    operands: list[Any] = []
-    for node in captured.gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        role = ROLE[node]
-        if role.kind == "parameter":
-            operands.append(parameters[role.name])
-        elif role.kind == "buffer":
-            operands.append(buffers[role.name].clone())
-        elif role.kind == "constant":
-            operands.append(CONSTANTS[captured.gm][role.name])
+def _explained(eager: _Eager, difference: _Difference, record: EagerRecord) -> CaptureError:
+    """Return the error that says what differs, and where the graph first leaves the model."""
+    gm = eager.captured.gm
+    with _casts_in_graph():
+        if difference.result is not None:
+            where = differs_forward(gm, eager.operands, record, difference.result)
+        elif difference.gradient is not None:
+            where = differs_backward(gm, eager.operands, record, difference.gradient)
         else:
-            operands.append(next(source))
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # casts are in the graph
-        results: Sequence[Any] = captured.gm(*operands)
-    return results
+            assert difference.buffer is not None
+            where = f"it is written at {record.writer(eager.buffers[difference.buffer])}"
+    return CaptureError(f"{difference.text}; {where}; {difference.remedy}")
 
 
-def _compare(what: str, expected: Tensor, found: Tensor) -> None:
-    """Raise CaptureError where two tensors differ by more than rounding."""
+def _apart(what: str, expected: Tensor, found: Tensor, **place: Any) -> _Difference | None:
+    """Say how two tensors differ by more than rounding; None where they do not."""
     if expected.shape == found.shape:
         a, b = expected.detach(), found.detach()
         if a.numel() and a.is_floating_point() and a.dtype == b.dtype:
             gap, reach = float((a - b).abs().max()), float(a.abs().max())
             if gap <= _TOLERANCE.get(expected.dtype, 1e-3) * max(reach, 1e-6):
-                return
+                return None
         a, b = a.to(torch.float64), b.to(torch.float64)
         same = torch.equal(a.isnan(), b.isnan())
         a, b = a.nan_to_num(), b.nan_to_num()
         worst = float((a - b).abs().max()) if a.numel() else 0.0
         scale = max(float(a.abs().max()) if a.numel() else 0.0, 1e-6)
         if same and worst <= _TOLERANCE.get(expected.dtype, 1e-3) * scale:
-            return
+            return None
         detail = f"they differ by {worst:.3g} where values reach {scale:.3g}"
     else:
         detail = f"shape {list(expected.shape)} in eager, {list(found.shape)} in the graph"
-    raise CaptureError(
-        f"{what} of the captured graph is not the eager model's: {detail}; "
-        "look for a custom autograd.Function, a hook or Python state that changes from call to call"
-    )
+    return _Difference(f"{what} of the captured graph is not the eager model's: {detail}", **place)
