@@ -248,11 +248,11 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
 
 
 def tensor_group(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the ranks that compute a wide replica together with this one; none where it computes alone."""
+    """Return the ranks that compute a wide replica together with this one, by number; none where it computes alone."""
     for stage in plan.stages:
         if rank in stage.devices and stage.tensor > 1:
             first = stage.devices.index(rank) // stage.tensor * stage.tensor
-            return tuple(sorted(stage.devices[first : first + stage.tensor]))
+            return stage.devices[first : first + stage.tensor]
     return ()
 
 

@@ -1,6 +1,7 @@
 """Graph functions that move values between the ranks of a tensor group, each with its backward.
 
-All of them are made of one operator, `tensor_sum`: the sum over the group. It is what the backward
+They are made of three operators: the sum over the group (`tensor_sum`), all shares one behind the
+other (`tensor_gather`), and the own share of the sum (`tensor_scatter`). These are what the backward
 graph, the generated code and the verifier see; a run meets the other ranks there and nowhere else.
 
     function          forward                 backward
@@ -14,14 +15,16 @@ graph, the generated code and the verifier see; a run meets the other ranks ther
     gather_copy       all shares together     own share of the sum
     reduce_share      own share of the sum    all shares together
 
-A share is given as the ranges of indices along a dimension, `size` is the whole's number of
-indices (or of one period of it, see `Cut`).
+Shares are given as each rank's ranges of indices along a dimension; `size` is the whole's number of
+indices (or of one period of it, see `Cut`). Each function takes the rank's number last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,12 +33,15 @@ from torch.autograd import Function
 from efftra_fx.errors import EmitError
 
 Ranges = Sequence[Sequence[int]]
+Parts = Sequence[Ranges]  # by rank
 
 _LIBRARY = torch.library.Library("efftra_tensor", "DEF")
 _LIBRARY.define("sum(Tensor x) -> Tensor")
+_LIBRARY.define("gather(Tensor x, SymInt[] counts) -> Tensor")
+_LIBRARY.define("scatter(Tensor x, SymInt[] counts, int rank) -> Tensor")
 
 
-def _alone(x: Tensor) -> Tensor:
+def _alone(x: Tensor, *args: Any) -> Tensor:
     raise EmitError("a sum over a tensor group runs only inside a stage's code, where other ranks can be met")
 
 
@@ -43,15 +49,109 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_LIBRARY.impl("sum", _alone, "CompositeExplicitAutograd")
-torch.library.register_fake("efftra_tensor::sum", _like, lib=_LIBRARY)
+def _all(x: Tensor, counts: Sequence[int]) -> Tensor:
+    return x.new_empty(sum(counts))
+
+
+def _own(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+    return x.new_empty(counts[rank])
+
+
+for _name, _fake in (("sum", _like), ("gather", _all), ("scatter", _own)):
+    _LIBRARY.impl(_name, _alone, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"efftra_tensor::{_name}", _fake, lib=_LIBRARY)
 
 TENSOR_SUM = torch.ops.efftra_tensor.sum.default
+TENSOR_GATHER = torch.ops.efftra_tensor.gather.default
+TENSOR_SCATTER = torch.ops.efftra_tensor.scatter.default
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank asks of its tensor group: a sum in place, all ranks' elements, or its own elements of the sum.
+
+    `counts` are each rank's elements of a gather or scatter, whose tensors are flat.
+    """
+
+    kind: Literal["sum", "gather", "scatter"]
+    counts: tuple[int, ...] = ()
+
+
+_EXCHANGES: dict[Any, Literal["sum", "gather", "scatter"]] = {
+    TENSOR_SUM: "sum",
+    TENSOR_GATHER: "gather",
+    TENSOR_SCATTER: "scatter",
+}
+
+
+def exchange_of(target: Any, args: Sequence[Any]) -> Exchange | None:
+    """Return what a call asks of the group; None for a call that needs no other rank."""
+    kind = _EXCHANGES.get(target)
+    return None if kind is None else Exchange(kind, tuple(args[1]) if kind != "sum" else ())
 
 
 def tensor_sum(x: Tensor) -> Tensor:
     """Return the sum over the tensor group, contiguous and the same bits on every rank; no gradient."""
     return TENSOR_SUM(x)  # type: ignore[no-any-return]
+
+
+def tensor_gather(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the elements of all ranks' tensors, so many of each, flat and in the order of ranks; no gradient."""
+    return TENSOR_GATHER(x, list(counts))  # type: ignore[no-any-return]
+
+
+def tensor_scatter(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+    """Return the rank's own of `counts` sections of the sum over the tensor group, flat; no gradient."""
+    return TENSOR_SCATTER(x, list(counts), rank)  # type: ignore[no-any-return]
+
+
+def together(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+    """Return the whole value of which each rank has its share; the reverse of `take` on every rank."""
+    lengths = [_length(part) for part in parts]
+    if x.shape[dim] != lengths[rank]:
+        return together(x.unflatten(dim, (-1, lengths[rank])), dim + 1, parts, size, rank).flatten(dim, dim + 1)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    each = prod(before) * prod(after)
+    flat = tensor_gather(x, [each * length for length in lengths])
+    if prod(before) == 1 and _in_order(parts):
+        return flat.view(*before, size, *after)
+    shares = [
+        one.view(*before, length, *after)
+        for one, length in zip(flat.split([each * length for length in lengths]), lengths, strict=True)
+    ]
+    pieces = [(a, shares[r].narrow(dim, at, b - a)) for r, part in enumerate(parts) for a, b, at in _offsets(part)]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])], dim)
+
+
+def own_of_sum(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+    """Return the rank's share of the sum of all ranks' values."""
+    if x.shape[dim] != size:
+        return own_of_sum(x.unflatten(dim, (-1, size)), dim + 1, parts, size, rank).flatten(dim, dim + 1)
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    each = prod(before) * prod(after)
+    if not (prod(before) == 1 and _in_order(parts)):
+        x = torch.cat([take(x, dim, part, size).reshape(-1) for part in parts])
+    flat = tensor_scatter(x, [each * _length(part) for part in parts], rank)
+    return flat.view(*before, _length(parts[rank]), *after)
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(b - a for a, b in ranges)
+
+
+def _in_order(parts: Parts) -> bool:
+    """Say whether the shares, one behind the other, are the whole."""
+    bounds = [bound for part in parts for a, b in part for bound in (a, b)]
+    return bounds == sorted(bounds)
+
+
+def _offsets(ranges: Ranges) -> list[tuple[int, int, int]]:
+    """Return each range with where it begins in the share."""
+    found, at = [], 0
+    for a, b in ranges:
+        found.append((a, b, at))
+        at += b - a
+    return found
 
 
 def take(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
@@ -61,21 +161,6 @@ def take(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
     if len(ranges) == 1:
         return x.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
     return torch.cat([x.narrow(dim, a, b - a) for a, b in ranges], dim)
-
-
-def spread(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
-    """Return zeros with `x` at the indices in `ranges`: the reverse of `take`."""
-    length = sum(b - a for a, b in ranges)
-    if x.shape[dim] != length:
-        return spread(x.unflatten(dim, (-1, length)), dim + 1, ranges, size).flatten(dim, dim + 1)
-    pieces, at, reached = [], 0, 0
-    for a, b in [*ranges, (size, size)]:
-        if a > reached:
-            pieces.append(x.new_zeros((*x.shape[:dim], a - reached, *x.shape[dim + 1 :])))
-        if b > a:
-            pieces.append(x.narrow(dim, at, b - a))
-        at, reached = at + b - a, b
-    return torch.cat(pieces, dim)
 
 
 class _Copy(Function):
@@ -121,46 +206,46 @@ class _Keep(Function):
 
 class _Share(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
-        ctx.where = dim, ranges, size
-        return take(x, dim, ranges, size)
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+        ctx.where = dim, parts, size, rank
+        return take(x, dim, parts[rank], size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return tensor_sum(spread(grad, *ctx.where)), None, None, None
+        return together(grad, *ctx.where), None, None, None, None
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
-        ctx.where = dim, ranges, size
-        return tensor_sum(spread(x, dim, ranges, size))
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+        ctx.where = dim, parts[rank], size
+        return together(x, dim, parts, size, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return take(grad, *ctx.where), None, None, None
+        return take(grad, *ctx.where), None, None, None, None
 
 
 class _GatherCopy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
-        ctx.where = dim, ranges, size
-        return tensor_sum(spread(x, dim, ranges, size))
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+        ctx.where = dim, parts, size, rank
+        return together(x, dim, parts, size, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return take(tensor_sum(grad), *ctx.where), None, None, None
+        return own_of_sum(grad, *ctx.where), None, None, None, None
 
 
 class _ReduceShare(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
-        ctx.where = dim, ranges, size
-        return take(tensor_sum(x), dim, ranges, size)
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+        ctx.where = dim, parts, size, rank
+        return own_of_sum(x, dim, parts, size, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return tensor_sum(spread(grad, *ctx.where)), None, None, None
+        return together(grad, *ctx.where), None, None, None, None
 
 
 def copy(x: Tensor) -> Tensor:
@@ -183,29 +268,29 @@ def keep(x: Tensor, rank: int) -> Tensor:
     return _Keep.apply(x, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def share(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+def share(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Take the own share of a whole value; the gradient is whole again."""
-    return _Share.apply(x, dim, ranges, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _Share.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def part(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+def part(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Take the own share of a copied value; the gradient stays a partial sum."""
-    return take(x, dim, ranges, size)
+    return take(x, dim, parts[rank], size)
 
 
-def gather(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+def gather(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Put the shares of all ranks together; the gradient must be whole."""
-    return _Gather.apply(x, dim, ranges, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gather_copy(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+def gather_copy(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Put the shares of all ranks together; the ranks' gradients add up."""
-    return _GatherCopy.apply(x, dim, ranges, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherCopy.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce_share(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
+def reduce_share(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Add up partial sums and take the own share."""
-    return _ReduceShare.apply(x, dim, ranges, size)  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceShare.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
 COLLECTIVE_FUNCTIONS = frozenset({copy, reduce, first, keep, share, part, gather, gather_copy, reduce_share})

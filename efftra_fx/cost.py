@@ -47,8 +47,8 @@ class Option:
     times under a kind of its own are taken as they are. All numbers are those of one
     of the `tensor` devices. `working_bytes` (per row) are needed only while one
     micro-batch is computed, `saved_bytes` (per row) from its forward to its backward.
-    `reduces` collectives over the `tensor` devices each way carry together
-    `reduce_bytes` per row.
+    `reduces` sums over the `tensor` devices each way carry together `reduce_bytes` per
+    row; a gather or a scatter is half a sum.
     """
 
     forward: Timing
@@ -60,7 +60,7 @@ class Option:
     tensor: int = 1
     recompute: bool = False
     kind: str = ""
-    reduces: int = 0
+    reduces: float = 0
     reduce_bytes: float = 0
 
     def __post_init__(self) -> None:

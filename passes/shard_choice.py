@@ -42,7 +42,8 @@ class Prices:
     """What things cost a rank, in seconds: an operation, a byte of memory moved, a byte summed, a sum, a byte held.
 
     `rows` is the number of rows of a micro-batch. `summed_byte_s` is for one byte of the value that is
-    summed over the group. `held_byte_s` is for each byte of parameters: gradients, optimizer, room.
+    summed over the group; putting shares together, or summing into shares, moves half as much.
+    `held_byte_s` is for each byte of parameters: gradients, optimizer, room.
     """
 
     rows: int = 8
@@ -74,30 +75,30 @@ def choose(found: Candidates, prices: Prices, limit_s: float = 30.0) -> Choice:
 # costs
 
 
-def change_sums(source: Placement, target: Placement, moving: bool) -> tuple[int, int] | None:
-    """Return how many sums of the whole value a change of placement takes, forward and backward; None: impossible."""
+SUM, SECTIONS = 1.0, 0.5  # what an exchange moves, as a part of what a sum of the whole value does (a ring's bytes)
+
+
+def changes_of(source: Placement, target: Placement, moving: bool) -> tuple[float, ...] | None:
+    """Return what a change of placement takes, forward and backward: a sum or sections each; None: impossible."""
     if source == target:
-        return 0, 0
-    back = int(moving)
+        return ()
     match source.kind, target.kind:
         case ("whole", "copied"):
-            return 0, back
+            return (SUM,) if moving else ()
         case ("whole", "cut"):
-            return 0, back
+            return (SECTIONS,) if moving else ()
         case ("whole", "partial") | ("copied", "whole") | ("copied", "cut") | ("copied", "partial"):
-            return 0, 0
-        case ("cut", "whole"):
-            return 1, 0
-        case ("cut", "copied"):
-            return 1, back
-        case ("cut", "cut"):
-            return 1, back
-        case ("cut", "partial"):
-            return 1, 0
+            return ()
+        case ("cut", "whole") | ("cut", "partial"):
+            return (SECTIONS,)
+        case ("cut", "copied") | ("cut", "cut"):
+            return (SECTIONS, SECTIONS) if moving else (SECTIONS,)
         case ("partial", "whole"):
-            return 1, 0
-        case ("partial", "copied") | ("partial", "cut"):
-            return 1, back
+            return (SUM,)
+        case ("partial", "copied"):
+            return (SUM, SUM) if moving else (SUM,)
+        case ("partial", "cut"):
+            return (SECTIONS, SECTIONS) if moving else (SECTIONS,)
     return None
 
 
@@ -108,10 +109,21 @@ def value_bytes(place: Place, rows: int) -> float:
 
 
 def change_cost(place: Place, source: Placement, target: Placement, moving: bool, prices: Prices) -> float:
-    """Return the seconds of a change of placement."""
-    sums = change_sums(source, target, moving)
-    assert sums is not None
-    return sum(sums) * (prices.sum_s + value_bytes(place, prices.rows) * prices.summed_byte_s)
+    """Return the seconds of a change of placement; sections are copied where they are laid together or taken apart."""
+    changes = changes_of(source, target, moving)
+    assert changes is not None
+    copied = 2 * sum(weight == SECTIONS for weight in changes)
+    byte_s = sum(changes) * prices.summed_byte_s + copied * prices.moved_byte_s
+    return len(changes) * prices.sum_s + value_bytes(place, prices.rows) * byte_s
+
+
+def inner_exchanges(node: fx.Node, strategy: Strategy, rows: int, width: int) -> tuple[int, float]:
+    """Return the exchanges that a call itself makes, and the bytes that they move, in those of sums."""
+    if strategy.inner != "classes":
+        return 0, 0.0
+    logits = operands(node)[0]
+    one = value_bytes(place_of(logits), rows) / (extents(logits.meta["val"])[1] or 1)
+    return 2, (width * SECTIONS + 2) * one
 
 
 def strategy_cost(node: fx.Node, strategy: Strategy, found: Candidates, prices: Prices) -> float:
@@ -128,10 +140,8 @@ def strategy_cost(node: fx.Node, strategy: Strategy, found: Candidates, prices: 
         value_bytes(place_of(o), prices.rows) * place.share
         for o, place in zip(operands(node), strategy.inputs, strict=True)
     )
-    inner = 0.0
-    if strategy.inner == "classes":
-        rows = value_bytes(place_of(operands(node)[0]), prices.rows) / (extents(operands(node)[0].meta["val"])[1] or 1)
-        inner = 2 * prices.sum_s + (found.width + 2) * rows * prices.summed_byte_s
+    number, summed = inner_exchanges(node, strategy, prices.rows, found.width)
+    inner = number * prices.sum_s + summed * prices.summed_byte_s
     return passes * (work + moved * prices.moved_byte_s) + inner
 
 
@@ -303,4 +313,4 @@ class _Model:
         return chosen, float(answer.fun) * scale
 
 
-__all__ = ["Choice", "Prices", "change_cost", "change_sums", "choose", "strategy_cost", "value_bytes"]
+__all__ = ["Choice", "Prices", "change_cost", "changes_of", "choose", "inner_exchanges", "strategy_cost", "value_bytes"]

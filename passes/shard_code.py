@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efftra_fx.collectives import Exchange
 from efftra_fx.meta import Role
 
 from .differentiate import Part, differentiate
@@ -80,7 +81,7 @@ class TensorForward:
     def forward(self, operands: list[Any]) -> Any:
         return self._forward(operands)
 
-    def _forward(self, operands: list[Any]) -> Generator[tuple[bool, Any], Any, tuple[Sequence[Any], Any]]:
+    def _forward(self, operands: list[Any]) -> Generator[tuple[Exchange | None, Any], Any, tuple[Sequence[Any], Any]]:
         key = tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in operands)
         if key not in self.known:
             blank = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in operands]

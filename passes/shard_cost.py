@@ -17,7 +17,7 @@ from efftra_fx.meta import BLOCK, ROLE, STAGE
 
 from .shard_axes import operands, results
 from .shard_candidates import Candidates, Place, find_candidates, place_of
-from .shard_choice import Choice, Prices, change_sums, choose, strategy_cost, value_bytes
+from .shard_choice import Choice, Prices, changes_of, choose, inner_exchanges, strategy_cost, value_bytes
 from .shard_cuts import Placement
 from .shard_rules import base_strategies
 from .split import AssignStages, split_stages
@@ -33,7 +33,7 @@ class _Part:
     whole_kept: float = 0.0
     held: float = 0.0
     whole_held: float = 0.0
-    sums: int = 0
+    sums: float = 0.0
     sum_bytes: float = 0.0
 
 
@@ -67,8 +67,8 @@ def _with_option(block: NodeCost, width: int, part: _Part, rows: int) -> NodeCos
         block.gradient_bytes * held,
         block.saved_bytes * kept,
         tensor=width,
-        reduces=part.sums,
-        reduce_bytes=part.sum_bytes / rows,
+        reduces=part.sums / 2,  # an option counts them each way
+        reduce_bytes=part.sum_bytes / 2 / rows,
     )
     return replace(block, options=(*block.options, option))
 
@@ -85,6 +85,9 @@ def _parts(found: Candidates, choice: Choice, prices: Prices, blocks: int) -> li
                 part.kept += size * place.share
                 part.whole_kept += size
             _add_sums(part, node, strategy.inputs, found, choice, prices)
+            number, moved = inner_exchanges(node, strategy, prices.rows, found.width)
+            part.sums += number
+            part.sum_bytes += moved
     _add_held(parts, found, choice)
     return parts
 
@@ -98,10 +101,9 @@ def _add_sums(
         if place[0] not in choice.strategies or not _is_first(place, node, target, found, choice):
             continue
         source = choice.strategies[place[0]].outputs[place[1]]
-        sums = change_sums(source, target, place in found.moving)
-        count = sum(sums) if sums is not None else 0
-        part.sums += count
-        part.sum_bytes += count * value_bytes(place, prices.rows)
+        weight = sum(changes_of(source, target, place in found.moving) or ())
+        part.sums += weight
+        part.sum_bytes += weight * value_bytes(place, prices.rows)
 
 
 def _is_first(place: Place, node: fx.Node, target: Placement, found: Candidates, choice: Choice) -> bool:

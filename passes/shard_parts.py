@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from efftra_fx.collectives import Ranges, reduce, take, tensor_sum
+from efftra_fx.collectives import Ranges, reduce, take, tensor_gather
 
 aten = torch.ops.aten
 
@@ -31,15 +31,15 @@ def embedding_part(weight: Tensor, indices: Tensor, padding_idx: int, start: int
 
 
 def cross_entropy_part(
-    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, start: int, stop: int, rank: int, width: int
+    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, start: int, stop: int, width: int
 ) -> Tensor:
     """Return the cross-entropy of (rows, classes) logits of which this rank has classes [start, stop); whole.
 
-    Two sums over the group, of `width` and of 2 numbers a row: the logits are never put together.
+    One number a row and rank is gathered and two are summed: the logits are never put together.
     """
     largest = aten.amax.default(logits.detach(), [1])
-    everyone = torch.stack([largest if r == rank else torch.zeros_like(largest) for r in range(width)])
-    shift = aten.amax.default(tensor_sum(everyone), [0])
+    everyone = tensor_gather(largest, [len(largest)] * width).view(width, -1)
+    shift = aten.amax.default(everyone, [0])
     moved = logits - shift.unsqueeze(1)
     inside = (target >= start) & (target < stop)
     local = torch.where(inside, target - start, 0)

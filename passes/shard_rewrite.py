@@ -137,8 +137,8 @@ class _Writer:
 
 
 def _where(place: Placement, rank: int) -> tuple[Any, ...]:
-    """Return dimension, the rank's ranges, and the size that they are ranges of."""
-    return () if place.cut is None else (place.dim, place.cut.parts[rank], place.cut.size)
+    """Return dimension, all ranks' ranges, the size that they are ranges of, and the rank."""
+    return () if place.cut is None else (place.dim, place.cut.parts, place.cut.size, rank)
 
 
 __all__ = ["rewrite"]

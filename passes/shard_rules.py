@@ -497,7 +497,7 @@ def _own_classes(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], k
     ((start, stop),) = cut.parts[rank]
     reduction = args[3] if len(args) > 3 else kwargs.get("reduction", 1)
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
-    return cross_entropy_part, (args[0], args[1], reduction, ignored, start, stop, rank, cut.width), {}
+    return cross_entropy_part, (args[0], args[1], reduction, ignored, start, stop, cut.width), {}
 
 
 @_local(aten.dropout.default, aten.native_dropout.default)

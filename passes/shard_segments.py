@@ -1,10 +1,10 @@
-"""Generated code that meets other ranks on its way: a flat graph cut into functions at its sums.
+"""Generated code that meets other ranks on its way: a flat graph cut into functions at its exchanges.
 
     run f0 ── start sum a ── run f1 (what needs no a) ── wait a ── run f2 …
 
 The pieces are ordinary generated functions; a generator runs them one after another and yields
-wherever it needs another rank, so that ranks of one process can take turns. Between the start of a
-sum and the wait for it stands everything that does not need its result: weight gradients, above all.
+wherever it needs another rank, so that ranks of one process can take turns. Between the start of an
+exchange and the wait for it stands everything that does not need its result: weight gradients, above all.
 The order depends on the graph's structure alone, so all ranks of a group meet in the same order.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from efftra_fx.collectives import TENSOR_SUM
+from efftra_fx.collectives import Exchange, exchange_of
 from efftra_fx.emit import Emitted, emit
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ _MAKERS = frozenset(
     | {aten.sub.Tensor, aten.cat.default, aten.stack.default, aten.sum.dim_IntList}
 )
 
-Meeting = Generator[tuple[bool, Any], Any, Any]
+Meeting = Generator[tuple[Exchange | None, Any], Any, Any]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Start:
-    """Start to sum a slot; a fresh value may be overwritten."""
+    """Start an exchange with a slot's value; a fresh one may be overwritten."""
 
+    exchange: Exchange
     slot: int
     node: int
     fresh: bool
@@ -54,7 +55,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Put the result of a sum into its slot."""
+    """Put the result of an exchange into its slot."""
 
     node: int
     slot: int
@@ -64,8 +65,9 @@ class _Wait:
 class Segments:
     """A flat graph as generated pieces; groups of operands and results as in `Part`.
 
-    Calling it gives a generator. It yields (True, tensor) to start a sum over the tensor group and is
-    sent a token; it yields (False, token) to wait for it and is sent the sum.
+    Calling it gives a generator. It yields (exchange, tensor) to start an exchange with the tensor group
+    and is sent a token; it yields (None, token) to wait for it and is sent the result. The tensor is
+    contiguous and may be overwritten.
     """
 
     name: str
@@ -76,8 +78,8 @@ class Segments:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Dtype and shape of each sum, in the order in which they are started."""
-        return tuple(_describe(node) for node in self._order[0] if node.target is TENSOR_SUM)
+        """What is exchanged, of which type and size, in the order in which it is started."""
+        return tuple(_describe(node) for node in self._order[0] if _exchange(node) is not None)
 
     @cached_property
     def _order(self) -> tuple[list[fx.Node], dict[fx.Node, int]]:
@@ -108,29 +110,35 @@ class Segments:
                     for slot, value in zip(gives, function(operands), strict=True):
                         slots[slot] = value
                     value = None
-                case _Start(slot, node, fresh, frees):
+                case _Start(exchange, slot, node, fresh, frees):
                     value = slots[slot]
                     for gone in frees:
                         del slots[gone]
                     value = (
                         value if fresh and value.is_contiguous() else value.clone(memory_format=torch.contiguous_format)
                     )
-                    tokens[node] = yield True, value
+                    tokens[node] = yield exchange, value
                     value = None
                 case _Wait(node, slot):
-                    slots[slot] = yield False, tokens.pop(node)
+                    slots[slot] = yield None, tokens.pop(node)
         flat = iter([c if slot is None else slots[slot] for slot, c in zip(outputs, constants, strict=True)])
         found = [[next(flat) for _ in range(size)] for size in self.gives]
         return found if len(found) > 1 else found[0]
 
 
+def _exchange(node: fx.Node) -> Exchange | None:
+    return exchange_of(node.target, node.args)
+
+
 def _describe(node: fx.Node) -> str:
-    value = node.meta["val"]
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    value, exchange = node.meta["val"], _exchange(node)
+    assert exchange is not None
+    shape = list(value.shape if exchange.kind == "sum" else exchange.counts)
+    return f"{exchange.kind} {str(value.dtype).removeprefix('torch.')}{shape}"
 
 
 def _schedule(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """Return the calls in order, and for each sum the position in that order before which it is waited for."""
+    """Return the calls in order, and for each exchange the position in that order before which it is waited for."""
     rest = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
     order: list[fx.Node] = []
     waits: dict[fx.Node, int] = {}
@@ -143,7 +151,7 @@ def _schedule(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, int]]:
                 held.append(node)
                 continue
             order.append(node)
-            if node.target is TENSOR_SUM:
+            if _exchange(node) is not None:
                 pending.append(node)
             else:
                 done.add(node)
@@ -183,9 +191,10 @@ def _cut(
             steps.append(_Run(function, tuple(map(slot.__getitem__, sources)), tuple(slot[n] for n in made), frees))
         else:
             started, node = event
-            if started:
+            exchange = _exchange(node)
+            if started and exchange is not None:
                 operand = node.args[0]
-                steps.append(_Start(slot[operand], slot[node], _is_fresh(operand, node), frees))
+                steps.append(_Start(exchange, slot[operand], slot[node], _is_fresh(operand, node), frees))
             else:
                 steps.append(_Wait(slot[node], slot[node]))
     inputs = [slot[n] for n in gm.graph.nodes if n.op == "placeholder"]
@@ -198,7 +207,7 @@ def _cut(
 
 
 def _events(order: Sequence[fx.Node], waits: dict[fx.Node, int]) -> list[Any]:
-    """Return runs of nodes, and (True, node) or (False, node) where a sum is started or waited for."""
+    """Return runs of nodes, and (True, node) or (False, node) where an exchange is started or waited for."""
     events: list[Any] = []
     run: list[fx.Node] = []
 
@@ -213,7 +222,7 @@ def _events(order: Sequence[fx.Node], waits: dict[fx.Node, int]) -> list[Any]:
             events.append((False, node))
         if position < len(order):
             node = order[position]
-            if node.target is TENSOR_SUM:
+            if _exchange(node) is not None:
                 close()
                 events.append((True, node))
             else:
@@ -246,7 +255,7 @@ def _function(
 
 
 def _is_fresh(operand: Any, reader: fx.Node) -> bool:
-    """Say whether a sum may be done in the operand's own memory: nobody else sees it."""
+    """Say whether an exchange may use the operand's own memory: nobody else sees it."""
     return operand.op == "call_function" and list(operand.users) == [reader] and operand.target in _MAKERS
 
 
@@ -267,15 +276,22 @@ def run_together(meetings: Sequence[Meeting]) -> list[Any]:
         if not asked:
             return results
         assert len(asked) == len(meetings), "some ranks of a tensor group are done while others wait for them"
-        starts = {start for start, _ in asked}
-        assert len(starts) == 1, "ranks of a tensor group meet in different orders"
-        if starts == {True}:
-            tensors: list[Tensor] = [tensor for _, tensor in asked]
-            assert len({(t.shape, t.dtype) for t in tensors}) == 1, "ranks of a tensor group sum different things"
-            total = sum(tensors[1:], tensors[0].clone())
-            replies = [total.clone() for _ in meetings]
-        else:
-            replies = [token for _, token in asked]
+        exchanges = {exchange for exchange, _ in asked}
+        assert len(exchanges) == 1, "ranks of a tensor group meet in different orders"
+        exchange = exchanges.pop()
+        things = [thing for _, thing in asked]
+        replies = things if exchange is None else _exchanged(exchange, things)
+
+
+def _exchanged(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if exchange.kind == "gather":
+        assert tuple(t.numel() for t in tensors) == exchange.counts, "ranks of a tensor group gather other things"
+        return [torch.cat([t.view(-1) for t in tensors]) for _ in tensors]
+    assert len({(t.shape, t.dtype) for t in tensors}) == 1, "ranks of a tensor group sum different things"
+    total = sum(tensors[1:], tensors[0].clone())
+    if exchange.kind == "sum":
+        return [total.clone() for _ in tensors]
+    return [part.clone() for part in total.view(-1).split(exchange.counts)]
 
 
 __all__ = ["Meeting", "Segments", "run_together"]

@@ -13,10 +13,20 @@ from torch import Tensor
 
 from efftra_fx.errors import TransportError
 
-from .group_transport import Group, GroupHandle, GroupTransport, gather, in_place, plain_tensor
+from .group_transport import (
+    Group,
+    GroupHandle,
+    GroupTransport,
+    Pieces,
+    gather,
+    gather_by_messages,
+    in_place,
+    plain_tensor,
+    scatter_by_messages,
+)
 from .neighbours import Mailbox, Party, machine_name, meet_all
-from .shared_sum import SharedSum, wanted_party
-from .transport import Done, Handle, Incoming, Outgoing, describe
+from .shared_sum import LargeExchange, SharedSum, SmallExchange, wanted_party
+from .transport import Done, Handle, Incoming, Outgoing, check_sections, describe
 
 UNSENT_LIMIT = 8  # messages to one peer that Gloo may have under way before the oldest is waited for
 NOT_SUMMED = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
@@ -145,6 +155,40 @@ class GlooTransport(GroupTransport):
         except (RuntimeError, OSError) as error:
             self.explain(error, "a sum", describe(ranks))
         return GroupHandle(self, work, plain, ranks)
+
+    def all_gather(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a gather."""
+        return self.sections(tensor, counts, ranks, gather=True)
+
+    def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a sum of which each rank gets its section."""
+        return self.sections(tensor, counts, ranks, gather=False)
+
+    def sections(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...], gather: bool) -> Handle[Tensor]:
+        """Start a gather or a scatter of host memory."""
+        self.check()
+        check_sections(tensor, counts, ranks, self.rank, gather)
+        plain = plain_tensor(tensor).view(-1)
+        if len(ranks) == 1 or not sum(counts):
+            return Done(plain.clone())
+        return self.start_sections(plain, tuple(counts), ranks, gather)
+
+    def start_sections(
+        self, plain: Tensor, counts: tuple[int, ...], ranks: tuple[int, ...], gather: bool
+    ) -> GroupHandle:
+        """Start a gather or a scatter of flat contiguous host memory."""
+        self.check_prepared(ranks)
+        shared = self.shared.get(ranks)
+        work: SmallExchange | LargeExchange | Pieces
+        try:
+            if shared is not None:
+                work, result = (shared.gather if gather else shared.scatter)(plain, counts)
+            else:
+                start = gather_by_messages if gather else scatter_by_messages
+                work, result = start(self.groups[ranks], plain, counts, ranks.index(self.rank))
+        except (RuntimeError, OSError) as error:
+            self.explain(error, "a gather" if gather else "a scatter", describe(ranks))
+        return GroupHandle(self, work, result, ranks)
 
     def check_prepared(self, ranks: tuple[int, ...]) -> None:
         """Raise if the group was not prepared."""

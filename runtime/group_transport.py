@@ -32,6 +32,7 @@ from .transport import (
     Data,
     Done,
     Handle,
+    Then,
     describe,
     problem_data,
     raise_apart,
@@ -41,6 +42,7 @@ from .transport import (
 Group = Any  # torch.distributed.ProcessGroup; its methods used here are not typed in all versions
 NEWS_LIMIT_S = 3.0  # how long to wait for the reason of a closed connection
 BREAK_TAG = 2**30
+GATHER_TAG, SCATTER_TAG = 2**30 + 1, 2**30 + 2
 
 
 class GroupHandle:
@@ -72,26 +74,19 @@ class GroupHandle:
         return self.result
 
 
-class CopyBack:
-    """A handle on a sum whose tensor is not contiguous: the sum of a contiguous copy is copied back."""
+class Pieces:
+    """Several pieces of work that make one; the last step is taken when all are done."""
 
-    __slots__ = ("handle", "target")
+    __slots__ = ("finish", "works")
 
-    def __init__(self, handle: Handle[Tensor], target: Tensor) -> None:
-        self.handle, self.target = handle, target
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None]) -> None:
+        self.works, self.finish = works, finish
 
-    @property
-    def waits_for(self) -> str:
-        """Name the other ranks."""
-        return self.handle.waits_for
-
-    def ready(self) -> bool:
-        """Say what the copy's handle says."""
-        return self.handle.ready()
-
-    def wait(self, what: str = "") -> Tensor:
-        """Block until the sum is in the tensor."""
-        return self.target.copy_(self.handle.wait(what))
+    def wait(self, limit: timedelta) -> None:
+        """Wait for each, then take the last step."""
+        for work in self.works:
+            work.wait(limit)
+        self.finish()
 
 
 class Agreement:
@@ -245,9 +240,37 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 def in_place(handle: GroupHandle, tensor: Tensor) -> Handle[Tensor]:
     """Let a handle on a sum of `tensor`, or of a plain copy of it, end with the sum in `tensor`."""
     if handle.result.data_ptr() != tensor.data_ptr():
-        return CopyBack(handle, tensor)
+        return Then(handle, tensor.copy_)
     handle.result = tensor
     return handle
+
+
+def gather_by_messages(group: Group, plain: Tensor, counts: Sequence[int], place: int) -> tuple[Pieces, Tensor]:
+    """Start sending a flat tensor to all others of a Gloo group and taking theirs: no byte travels twice."""
+    whole = torch.empty(sum(counts), dtype=plain.dtype)
+    sections = whole.split(list(counts))
+    others = [other for other in range(len(counts)) if other != place]
+    works = [group.recv([sections[other]], other, GATHER_TAG) for other in others if counts[other]]
+    works += [group.send([plain], other, GATHER_TAG) for other in others if counts[place]]
+    sections[place].copy_(plain)
+    return Pieces(works, lambda: None), whole
+
+
+def scatter_by_messages(group: Group, plain: Tensor, counts: Sequence[int], place: int) -> tuple[Pieces, Tensor]:
+    """Start sending each other of a Gloo group its section of a flat tensor; what comes is added in rank order."""
+    sections = plain.split(list(counts))
+    others = [other for other in range(len(counts)) if other != place]
+    came = {other: torch.empty(counts[place], dtype=plain.dtype) for other in others}
+    works = [group.recv([came[other]], other, SCATTER_TAG) for other in others if counts[place]]
+    works += [group.send([sections[other]], other, SCATTER_TAG) for other in others if counts[other]]
+    total = torch.zeros(counts[place], dtype=plain.dtype)
+
+    def add() -> None:
+        for number in range(len(counts)):
+            part = sections[place] if number == place else came[number]
+            total.copy_(part) if number == 0 else total.add_(part)
+
+    return Pieces(works, add), total
 
 
 def break_group(group: Group) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from efftra_fx.errors import EfftraError
 
 from .gloo_transport import GlooTransport
 from .group_transport import Group, GroupHandle, plain_tensor
-from .transport import Done, Handle, describe
+from .transport import Done, Handle, check_sections, describe
 
 cuda: Any = torch.cuda  # not typed throughout
 
@@ -188,6 +188,23 @@ class HostStagedTransport(GlooTransport):
         host, copied = self.staging.to_host(plain_tensor(tensor))
         handle = StagedHandle(self, tensor, describe([rank for rank in ranks if rank != self.rank]))
         self.jobs.put((copied, lambda: self.start_sum(host, ranks), handle))
+        return handle
+
+    def sections(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...], gather: bool) -> Handle[Tensor]:
+        """Copy to the host, exchange, copy the result back at the wait."""
+        if tensor.device != self.device:
+            return super().sections(tensor, counts, ranks, gather)
+        self.check()
+        check_sections(tensor, counts, ranks, self.rank, gather)
+        plain = plain_tensor(tensor).view(-1)
+        if len(ranks) == 1 or not sum(counts):
+            return Done(plain.clone())
+        self.check_prepared(ranks)
+        host, copied = self.staging.to_host(plain)
+        size = sum(counts) if gather else counts[ranks.index(self.rank)]
+        result = torch.empty(size, dtype=tensor.dtype, device=self.device)
+        handle = StagedHandle(self, result, describe([rank for rank in ranks if rank != self.rank]))
+        self.jobs.put((copied, lambda: self.start_sections(host, tuple(counts), ranks, gather), handle))
         return handle
 
     def drain(self, what: str = "end of step") -> None:

@@ -27,6 +27,7 @@ from .transport import (
     Handle,
     Incoming,
     Outgoing,
+    check_sections,
     describe,
     problem_data,
     raise_apart,
@@ -232,6 +233,19 @@ class LocalTransport:
         """Sum in rank order."""
         return self.meet(ranks, tensor, sum_in_place, lambda _: tensor)
 
+    def all_gather(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Copy all together, and once more for each."""
+        check_sections(tensor, counts, ranks, self.rank, gather=True)
+        return self.meet(ranks, (tensor, tuple(counts)), join_sections, lambda whole: whole.to(self.device, copy=True))
+
+    def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Sum in rank order and copy each its section."""
+        check_sections(tensor, counts, ranks, self.rank, gather=False)
+        place = ranks.index(self.rank)
+        return self.meet(
+            ranks, (tensor, tuple(counts)), sum_sections, lambda parts: parts[place].to(self.device, copy=True)
+        )
+
     def all_gather_data(self, data: Data) -> Handle[list[Data]]:
         """Give everyone a copy of everyone's data."""
         return self.meet(self.everyone, json.dumps(data), list, lambda texts: [json.loads(text) for text in texts])
@@ -306,6 +320,32 @@ def sum_in_place(tensors: list[Tensor]) -> None:
         total += tensor.to(total.device)
     for tensor in tensors:
         tensor.copy_(total)
+
+
+def join_sections(brought: list[tuple[Tensor, tuple[int, ...]]]) -> Tensor:
+    """Lay the elements of all one behind the other; raise `TransportError` if they are not alike."""
+    check_alike("gather", [(tensor.dtype, counts) for tensor, counts in brought])
+    return torch.cat([tensor.detach().reshape(-1).to(brought[0][0].device) for tensor, _ in brought])
+
+
+def sum_sections(brought: list[tuple[Tensor, tuple[int, ...]]]) -> tuple[Tensor, ...]:
+    """Add in order and take the sum apart; raise `TransportError` if they are not alike."""
+    check_alike("scatter", [(tensor.dtype, counts) for tensor, counts in brought])
+    first, counts = brought[0]
+    total = first.detach().reshape(-1).clone()
+    for tensor, _ in brought[1:]:
+        total += tensor.reshape(-1).to(total.device)
+    return torch.split(total, list(counts))
+
+
+def check_alike(what: str, brought: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Raise `TransportError` if members brought different things."""
+    for dtype, counts in brought[1:]:
+        if (dtype, counts) != brought[0]:
+            raise TransportError(
+                f"a {what} needs like tensors, got {brought[0][0]} of {list(brought[0][1])} elements and "
+                f"{dtype} of {list(counts)}"
+            )
 
 
 def never_text(rank: int, what: str, waits_for: str) -> str:

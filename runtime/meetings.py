@@ -1,24 +1,27 @@
-"""Run code that sums over a tensor group on its way: start each sum when it is asked for, wait when it is needed."""
+"""Run code that meets its tensor group on its way: start each exchange when it is asked for, wait when it is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .transport import Handle, Transport
+from efftra_fx.collectives import Exchange
 
-Meeting = Generator[tuple[bool, Any], Any, Any]
+from .transport import Handle, Then, Transport
+
+Meeting = Generator[tuple[Exchange | None, Any], Any, Any]
 
 
 def meet(
     meeting: Meeting, transport: Transport, ranks: tuple[int, ...], what: str, seed: int | None = None
 ) -> Generator[tuple[Handle[Any], str], None, Any]:
-    """Run a meeting of `ranks` to its end and return what it returns.
+    """Run a meeting of `ranks`, in the group's own order, to its end and return what it returns.
 
-    It yields (True, tensor) to start a sum, which may overwrite the tensor, and is sent a handle; it
-    yields (False, handle) to wait, and is sent the sum. With a seed, random numbers are drawn as if
+    It yields (exchange, tensor) to start an exchange, which may overwrite the tensor, and is sent a
+    handle; it yields (None, handle) to wait, and is sent the result. With a seed, random numbers are drawn as if
     nothing else ran between: so all ranks of the group draw alike.
     """
     reply: Any = None
@@ -26,18 +29,40 @@ def meet(
     while True:
         before = None if state is None else _swap(state, transport.device)
         try:
-            start, thing = meeting.send(reply)
+            exchange, thing = meeting.send(reply)
         except StopIteration as stop:
             return stop.value
         finally:
             if before is not None:
                 state = _swap(before, transport.device)
-        if start:
-            reply = transport.all_reduce(thing, ranks)
+        if exchange is not None:
+            reply = start(exchange, thing, transport, ranks)
         else:
             while not thing.ready():
                 yield thing, what
             reply = thing.wait(what)
+
+
+def start(exchange: Exchange, tensor: Tensor, transport: Transport, ranks: tuple[int, ...]) -> Handle[Tensor]:
+    """Start an exchange; sections are in the order of `ranks`, which need not be ascending."""
+    order = tuple(sorted(ranks))
+    if exchange.kind == "sum":
+        return transport.all_reduce(tensor, order)
+    counts, flat = exchange.counts, tensor.view(-1)
+    there = [ranks.index(rank) for rank in order]
+    sorted_counts = [counts[place] for place in there]
+    if exchange.kind == "scatter":
+        return transport.reduce_scatter(_reordered(flat, counts, there), sorted_counts, order)
+    back = [order.index(rank) for rank in ranks]
+    return Then(transport.all_gather(flat, sorted_counts, order), lambda came: _reordered(came, sorted_counts, back))
+
+
+def _reordered(flat: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Return the sections of a flat tensor in another order."""
+    if list(order) == sorted(order):
+        return flat
+    sections = flat.split(list(counts))
+    return torch.cat([sections[place] for place in order])
 
 
 State = tuple[torch.Tensor, torch.Tensor | None]

@@ -15,7 +15,7 @@ limit, so that nothing is left under way when a step has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from efftra_fx.errors import TransportError, TransportTimeout
 
 from .group_transport import Group, GroupHandle, GroupTransport, break_group, in_place, plain_tensor
-from .transport import Done, Handle, Incoming, Outgoing, describe
+from .transport import Done, Handle, Incoming, Outgoing, Then, check_sections, describe
 
 POLL_S = 20e-6
 
@@ -137,9 +137,7 @@ class NcclTransport(GroupTransport):
         self.check()
         if len(ranks) == 1 or tensor.numel() == 0:
             return Done(tensor)
-        group = self.groups.get(ranks)
-        if group is None:
-            raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
+        group = self.group_of(ranks)
         plain = plain_tensor(tensor)
         try:
             work = group.allreduce([torch.view_as_real(plain) if plain.is_complex() else plain])
@@ -148,6 +146,61 @@ class NcclTransport(GroupTransport):
             self.explain(error, "a sum", describe(ranks))
         self.under_way.append(handle)
         return in_place(handle, tensor)
+
+    def all_gather(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a gather, as bytes; uneven sections travel padded to the longest."""
+        self.check()
+        check_sections(tensor, counts, ranks, self.rank, gather=True)
+        plain = plain_tensor(tensor).view(-1)
+        if len(ranks) == 1 or not sum(counts):
+            return Done(plain.clone())
+        sizes = [count * plain.element_size() for count in counts]
+        whole = torch.empty(len(ranks) * max(sizes), dtype=torch.uint8, device=tensor.device)
+        mine = padded(plain.view(torch.uint8), max(sizes))
+        handle = self.start("a gather", ranks, dist.all_gather_into_tensor, whole, mine)
+        dtype = tensor.dtype
+        return Then(handle, lambda came: without_padding(came, sizes).view(dtype))
+
+    def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start a sum of which each rank gets its section; uneven sections travel padded to the longest."""
+        self.check()
+        check_sections(tensor, counts, ranks, self.rank, gather=False)
+        plain = plain_tensor(tensor).view(-1)
+        if len(ranks) == 1 or not sum(counts):
+            return Done(plain.clone())
+        pairs = plain.is_complex()
+        numbers = torch.view_as_real(plain).view(-1) if pairs else plain
+        sizes = [count * (1 + pairs) for count in counts]
+        longest = max(sizes)
+        if min(sizes) < longest:
+            numbers = torch.cat([padded(part, longest) for part in numbers.split(sizes)])
+        own = numbers.new_empty(longest)
+        handle = self.start("a scatter", ranks, dist.reduce_scatter_tensor, own, numbers)
+        size = sizes[ranks.index(self.rank)]
+
+        def finish(came: Tensor) -> Tensor:
+            return torch.view_as_complex(came[:size].view(-1, 2)) if pairs else came[:size]
+
+        return Then(handle, finish)
+
+    def start(
+        self, what: str, ranks: tuple[int, ...], call: Callable[..., Any], result: Tensor, given: Tensor
+    ) -> StreamHandle:
+        """Start a collective that fills `result`; what it is given is kept until it is done."""
+        group = self.group_of(ranks)
+        try:
+            handle = StreamHandle(self, call(result, given, group=group, async_op=True), result, ranks)
+        except RuntimeError as error:
+            self.explain(error, what, describe(ranks))
+        self.under_way.append(handle)
+        return handle
+
+    def group_of(self, ranks: tuple[int, ...]) -> Group:
+        """Return a prepared group."""
+        group = self.groups.get(ranks)
+        if group is None:
+            raise TransportError(f"{describe(ranks)} cannot sum: call prepare on all ranks first")
+        return group
 
     def drain(self, what: str = "end of step") -> None:
         """Wait on the host for all that is under way; the current stream waits for it too."""
@@ -177,3 +230,15 @@ class NcclTransport(GroupTransport):
                 break_group(group)
             else:
                 group.abort()
+
+
+def padded(flat: Tensor, size: int) -> Tensor:
+    """Return a flat tensor made longer; itself where it is as long."""
+    return flat if flat.numel() == size else torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def without_padding(whole: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the sections of a flat tensor without what they were padded with."""
+    if min(sizes) == max(sizes):
+        return whole
+    return torch.cat([part[:size] for part, size in zip(whole.split(max(sizes)), sizes, strict=True)])

@@ -1,4 +1,4 @@
-"""Sums over ranks of one machine, through memory that they share instead of sockets.
+"""Sums, gathers and scatters over ranks of one machine, through memory that they share instead of sockets.
 
 Small tensors travel over sockets between each two members, and each member adds all parts itself:
 nothing has to be awaited but the others' parts. Large ones go through shared memory in chunks
@@ -7,6 +7,10 @@ that stay in the processors' caches:
     every member   copies its chunk into its slot          ─┐ all have
     every member   adds its share of all slots, in order   ─┤ all have
     every member   copies the sum out                      ─┘ next chunk, other slots
+
+A gather copies shares in and all of them out; a scatter copies in the chunks of all sections and adds
+those of the own one. Both need one meeting a chunk: who writes a set of slots again has met the others
+since they have read it.
 
 A thread a group does that, so that it goes on while the rank computes. Parts are added in rank
 order, so that the bits are those of `sum_in_place`, on every member and in every run.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -45,38 +50,77 @@ class SharedSum:
         half = len(self.members) + 1
         self.slots = [pieces[:half], pieces[half:]]  # two sets; in each a slot a member, then one for the sum
         self.turn = 0
-        self.unread: deque[SmallSum] = deque()
-        self.jobs: queue.SimpleQueue[LargeSum | None] = queue.SimpleQueue()
+        self.unread: deque[SmallExchange] = deque()
+        self.jobs: queue.SimpleQueue[LargeExchange | None] = queue.SimpleQueue()
         self.worker = threading.Thread(target=self.work, name=f"sums over {self.members}", daemon=True)
 
-    def start(self, tensor: Tensor) -> SmallSum | LargeSum:
+    def start(self, tensor: Tensor) -> SmallExchange | LargeExchange:
         """Start a sum of contiguous host memory, in place."""
-        if tensor.numel() * tensor.element_size() <= SMALL_BYTES:
-            small = SmallSum(self, tensor)
-            self.unread.append(small)
-            for peer in self.small:
-                peer.send(small.mine)
-            return small
-        large = LargeSum(self, tensor)
+        if is_small(tensor, tensor.numel()):
+            everyone = [bytes_of(tensor)] * len(self.members)
+            return self.start_small(everyone, len(everyone[0]), lambda parts: add_parts(parts, tensor.view(-1)))
+        return self.start_large(lambda: self.sum_large(tensor))
+
+    def gather(self, tensor: Tensor, counts: Sequence[int]) -> tuple[SmallExchange | LargeExchange, Tensor]:
+        """Start putting flat host memory of all members together; return what to wait for, and the result."""
+        whole = torch.empty(sum(counts), dtype=tensor.dtype)
+        if not is_small(tensor, sum(counts)):
+            return self.start_large(lambda: self.gather_large(tensor, counts, whole)), whole
+        sizes = [count * tensor.element_size() for count in counts]
+
+        def join(parts: list[Tensor]) -> None:
+            torch.cat([part.view(tensor.dtype) for part in parts], out=whole)
+
+        return self.start_small([bytes_of(tensor)] * len(self.members), sizes, join), whole
+
+    def scatter(self, tensor: Tensor, counts: Sequence[int]) -> tuple[SmallExchange | LargeExchange, Tensor]:
+        """Start summing flat host memory; return what to wait for, and the own section of the sum."""
+        own = torch.empty(counts[self.place], dtype=tensor.dtype)
+        if not is_small(tensor, sum(counts)):
+            return self.start_large(lambda: self.scatter_large(tensor, counts, own)), own
+        mine = [bytes_of(section) for section in tensor.split(list(counts))]
+        return self.start_small(mine, len(mine[self.place]), lambda parts: add_parts(parts, own)), own
+
+    def start_small(
+        self, mine: list[bytes], sizes: int | list[int], finish: Callable[[list[Tensor]], None]
+    ) -> SmallExchange:
+        """Send each member its bytes; `finish` gets the bytes of all, of these sizes."""
+        expected = [sizes] * len(self.members) if isinstance(sizes, int) else sizes
+        small = SmallExchange(self, mine[self.place], expected, finish)
+        self.unread.append(small)
+        places = [place for place in range(len(self.members)) if place != self.place]
+        for place, peer in zip(places, self.small, strict=True):
+            peer.send(mine[place])
+        return small
+
+    def start_large(self, carry_out: Callable[[], None]) -> LargeExchange:
+        """Leave an exchange to the thread."""
+        large = LargeExchange(carry_out)
         if self.worker.ident is None:
             self.worker.start()
         self.jobs.put(large)
         return large
 
-    def read_until(self, wanted: SmallSum) -> None:
-        """Finish small sums in order, up to one."""
+    def read_until(self, wanted: SmallExchange) -> None:
+        """Finish small exchanges in order, up to one."""
         while not wanted.done:
             self.unread[0].read()
             self.unread.popleft()
 
     def work(self) -> None:
-        """Carry out large sums in order: the body of the thread."""
+        """Carry out large exchanges in order: the body of the thread."""
         while (job := self.jobs.get()) is not None:
             try:
-                self.sum_large(job.tensor)
+                job.carry_out()
             except OSError as error:
                 job.error = error
             job.finished.set()
+
+    def next_slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the slots of the members and that of the sum; the other set the next time."""
+        slots = [slot.view(dtype) for slot in self.slots[self.turn]]
+        self.turn = 1 - self.turn
+        return slots
 
     def sum_large(self, tensor: Tensor) -> None:
         """Sum in chunks; see the drawing above."""
@@ -84,17 +128,39 @@ class SharedSum:
         count, place = len(self.members), self.place
         for chunk in torch.split(flat, self.chunk_bytes // flat.element_size()):
             size = len(chunk)
-            *parts, total = [slot.view(flat.dtype)[:size] for slot in self.slots[self.turn]]
-            self.turn = 1 - self.turn
+            *parts, total = [slot[:size] for slot in self.next_slots(flat.dtype)]
             parts[place].copy_(chunk)
             self.all_have()
             first, stop = place * size // count, (place + 1) * size // count
-            share = total[first:stop]
-            torch.add(parts[0][first:stop], parts[1][first:stop], out=share)
-            for part in parts[2:]:
-                share.add_(part[first:stop])
+            add_parts([part[first:stop] for part in parts], total[first:stop])
             self.all_have()
             chunk.copy_(total)
+
+    def gather_large(self, tensor: Tensor, counts: Sequence[int], whole: Tensor) -> None:
+        """Gather in chunks of each share."""
+        sections, step = whole.split(list(counts)), self.chunk_bytes // tensor.element_size()
+        for start in range(0, max(counts), step):
+            slots = self.next_slots(tensor.dtype)
+            chunk = tensor[start : start + step]
+            slots[self.place][: len(chunk)].copy_(chunk)
+            self.all_have()
+            for slot, section in zip(slots, sections, strict=False):
+                target = section[start : start + step]
+                target.copy_(slot[: len(target)])
+
+    def scatter_large(self, tensor: Tensor, counts: Sequence[int], own: Tensor) -> None:
+        """Sum in chunks of each section; a slot holds one chunk of every section."""
+        sections = tensor.split(list(counts))
+        step = self.chunk_bytes // tensor.element_size() // len(counts)
+        for start in range(0, max(counts), step):
+            *slots, _ = self.next_slots(tensor.dtype)
+            for section, room in zip(sections, slots[self.place].split(step), strict=False):
+                chunk = section[start : start + step]
+                room[: len(chunk)].copy_(chunk)
+            self.all_have()
+            target = own[start : start + step]
+            at = self.place * step
+            add_parts([slot[at : at + len(target)] for slot in slots], target)
 
     def all_have(self) -> None:
         """Wait until all members have come as far as this."""
@@ -124,49 +190,66 @@ class SharedSum:
         self.slots = []
 
 
-class SmallSum:
-    """A sum of which this member's part is on its way; the rest happens when it is waited for."""
+class SmallExchange:
+    """An exchange of which this member's part is on its way; the rest happens when it is waited for."""
 
-    __slots__ = ("done", "group", "mine", "tensor")
+    __slots__ = ("done", "finish", "group", "mine", "sizes")
 
-    def __init__(self, group: SharedSum, tensor: Tensor) -> None:
-        self.group, self.tensor, self.done = group, tensor, False
-        self.mine = bytes(tensor.view(-1).view(torch.uint8).numpy())
+    def __init__(
+        self, group: SharedSum, mine: bytes, sizes: Sequence[int], finish: Callable[[list[Tensor]], None]
+    ) -> None:
+        self.group, self.mine, self.sizes, self.finish, self.done = group, mine, sizes, finish, False
 
     def wait(self, limit: timedelta) -> None:
-        """Return when the sum is in the tensor; raise `OSError` if it cannot be had."""
+        """Return when the result is there; raise `OSError` if it cannot be had."""
         if not self.done:
             self.group.read_until(self)
 
     def read(self) -> None:
-        """Take the others' parts and add all, in order."""
-        tensor, total = self.tensor, None
+        """Take the others' parts and finish."""
         peers = iter(self.group.small)
-        for place in range(len(self.group.members)):
-            data = bytearray(self.mine) if place == self.group.place else next(peers).read(len(self.mine))
-            part = torch.frombuffer(data, dtype=tensor.dtype)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        tensor.copy_(total.view(tensor.shape))
+        parts = []
+        for place, size in enumerate(self.sizes):
+            data = bytearray(self.mine) if place == self.group.place else next(peers).read(size)
+            parts.append(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+        self.finish(parts)
         self.done = True
 
 
-class LargeSum:
-    """A sum that the group's thread carries out."""
+class LargeExchange:
+    """An exchange that the group's thread carries out."""
 
-    __slots__ = ("error", "finished", "group", "tensor")
+    __slots__ = ("carry_out", "error", "finished")
 
-    def __init__(self, group: SharedSum, tensor: Tensor) -> None:
-        self.group, self.tensor = group, tensor
+    def __init__(self, carry_out: Callable[[], None]) -> None:
+        self.carry_out = carry_out
         self.error: OSError | None = None
         self.finished = threading.Event()
 
     def wait(self, limit: timedelta) -> None:
-        """Return when the sum is in the tensor; raise `OSError` if it cannot be had."""
+        """Return when the result is there; raise `OSError` if it cannot be had."""
         if not self.finished.wait(limit.total_seconds()):
             raise TimeoutError("timed out")
         if self.error is not None:
             raise self.error
+
+
+def is_small(tensor: Tensor, elements: int) -> bool:
+    """Say whether so many elements of this kind go over sockets."""
+    return elements * tensor.element_size() <= SMALL_BYTES
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Copy contiguous host memory."""
+    return bytes(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def add_parts(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Add flat tensors, or the bytes of such, in order."""
+    first, second, *rest = [part.view(total.dtype) for part in parts]
+    torch.add(first, second, out=total)
+    for part in rest:
+        total.add_(part)
 
 
 def chunk_bytes(members: int) -> int:

@@ -15,14 +15,14 @@ returned; a tensor that was received belongs to the receiver alone.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from efftra_fx import errors
-from efftra_fx.errors import EfftraError, InputError
+from efftra_fx.errors import EfftraError, InputError, TransportError
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -106,6 +106,20 @@ class Transport(Protocol):
         """Start summing over `ranks` (ascending, prepared before), in place; the same bits on every rank."""
         ...
 
+    def all_gather(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start putting together the elements of `ranks` (as for a sum), so many of each, in rank order.
+
+        The result is a flat tensor of its own; the given one must not change before it is there.
+        """
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...]) -> Handle[Tensor]:
+        """Start summing over `ranks` and give each its section of the sum's elements, of `counts` elements each.
+
+        The result is a flat tensor of its own; the given one, contiguous, may be overwritten.
+        """
+        ...
+
     def all_gather_data(self, data: Data) -> Handle[list[Data]]:
         """Give every rank every rank's small plain data, in rank order; a collective call."""
         ...
@@ -161,6 +175,44 @@ class Done:
     def wait(self, what: str = "") -> Any:
         """Return the value."""
         return self.value
+
+
+class Then:
+    """A handle whose result is made into another one, once, when it is waited for."""
+
+    __slots__ = ("finish", "handle", "result")
+
+    def __init__(self, handle: Handle[Tensor], finish: Callable[[Tensor], Tensor]) -> None:
+        self.handle, self.finish = handle, finish
+        self.result: Tensor | None = None
+
+    @property
+    def waits_for(self) -> str:
+        """Name the other ranks."""
+        return self.handle.waits_for
+
+    def ready(self) -> bool:
+        """Say what the first handle says."""
+        return self.handle.ready()
+
+    def wait(self, what: str = "") -> Tensor:
+        """Wait, and return what was made of the result."""
+        if self.result is None:
+            self.result = self.finish(self.handle.wait(what))
+        return self.result
+
+
+def check_sections(tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...], rank: int, gather: bool) -> None:
+    """Raise TransportError unless the counts are one a rank and fit the tensor: one section of it, or all."""
+    if len(counts) != len(ranks) or rank not in ranks or min(counts) < 0:
+        raise TransportError(f"rank {rank} cannot exchange sections of {list(counts)} elements with {describe(ranks)}")
+    wanted = counts[ranks.index(rank)] if gather else sum(counts)
+    if tensor.numel() != wanted:
+        what = "gather" if gather else "scatter"
+        raise TransportError(
+            f"rank {rank} brings {tensor.numel()} elements to a {what} of {list(counts)} over {describe(ranks)}, "
+            f"expected {wanted}"
+        )
 
 
 def raise_problem(problems: Sequence[Data]) -> None:

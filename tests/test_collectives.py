@@ -48,7 +48,7 @@ def shares(whole: Tensor) -> list[Tensor]:
     return [collectives.take(whole, 1, part, CUT.size).contiguous() for part in CUT.parts]
 
 
-WHERE = [(1, part, CUT.size) for part in CUT.parts]
+WHERE = [(1, CUT.parts, CUT.size, rank) for rank in range(WIDTH)]
 NONE: list[tuple[object, ...]] = [()] * WIDTH
 SCALES = range(1, WIDTH + 1)
 
@@ -84,9 +84,10 @@ def test_gather_copy_takes_the_sum_of_its_gradients_apart() -> None:
 def test_share_takes_apart_and_puts_its_gradients_together() -> None:
     whole = drawn()[0]
     found = ranks_run(collectives.share, WHERE, [whole] * WIDTH)
-    wanted = sum(
-        collectives.spread(fixed(value, 0) * (rank + 1), *WHERE[rank]) for rank, (value, _) in enumerate(found)
-    )
+    wanted = torch.zeros_like(whole)
+    for rank, (value, _) in enumerate(found):
+        indices = [index for a, b in CUT.parts[rank] for index in range(a, b)]
+        wanted[:, indices] = fixed(value, 0) * (rank + 1)
     for rank, (value, gradient) in enumerate(found):
         torch.testing.assert_close(value, shares(whole)[rank])
         torch.testing.assert_close(gradient, wanted)
@@ -112,9 +113,44 @@ def test_a_sum_outside_of_a_stage_is_an_error() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 2))
-def test_spread_and_take_undo_each_other(periods: int, rank: int) -> None:
-    share = torch.randn(2, periods * CUT.lengths[rank], 2)
-    whole = collectives.spread(share, 1, CUT.parts[rank], CUT.size)
-    assert whole.shape[1] == periods * CUT.size
-    assert torch.equal(collectives.take(whole, 1, CUT.parts[rank], CUT.size), share)
+@given(st.integers(1, 3), st.integers(0, 2), st.sampled_from((2, 3, 4)), st.booleans())
+def test_shares_put_together_are_the_whole(periods: int, dim: int, width: int, mixed: bool) -> None:
+    cut = CUT if mixed else Cut.even(5, width)
+    assert cut is not None
+    sizes = [2, 3, 4]
+    sizes[dim] = cut.size * periods
+    whole = torch.randn(sizes)
+    graphs = []
+    for rank, part in enumerate(cut.parts):
+        maker = Maker()
+        value = maker.value(collectives.take(whole, dim, part, cut.size).contiguous())
+        node = maker.graph.call_function(collectives.gather, (value, dim, cut.parts, cut.size, rank))
+        node.meta["val"] = torch.empty(sizes)
+        graphs.append((maker.finish(node), maker.tensors))
+    for outcome in run([gm for gm, _ in graphs], [tensors for _, tensors in graphs]):
+        assert torch.equal(outcome.outputs[0], whole)
+        assert outcome.meetings[0].startswith("gather float32")
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "backward"),
+    [
+        (collectives.share, [], ["gather"]),
+        (collectives.gather, ["gather"], []),
+        (collectives.gather_copy, ["gather"], ["scatter"]),
+        (collectives.reduce_share, ["scatter"], ["gather"]),
+    ],
+)
+def test_shares_travel_once(function: Function, forward: list[str], backward: list[str]) -> None:
+    whole = drawn()[0]
+    held = [whole] * WIDTH if function in (collectives.share, collectives.reduce_share) else shares(whole)
+    graphs, operands = [], []
+    for rank in range(WIDTH):
+        maker = Maker()
+        node = maker.graph.call_function(function, (maker.value(held[rank]), *WHERE[rank]))
+        node.meta["val"] = whole if function in (collectives.gather, collectives.gather_copy) else shares(whole)[rank]
+        graphs.append(maker.finish(node))
+        operands.append(maker.tensors)
+    for outcome in run(graphs, operands):
+        asked = [one.split(" ")[0] for one in outcome.meetings]
+        assert asked == [*forward, "|", *backward]

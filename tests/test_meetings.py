@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from efftra_fx.collectives import Exchange
 from efftra_fx.runtime.local_transport import local_transports, run_all
 from efftra_fx.runtime.meetings import meet
 
@@ -13,8 +15,8 @@ from efftra_fx.runtime.meetings import meet
 def draws_twice(number: float) -> Any:
     """Draw before and behind a sum."""
     before = torch.rand(())
-    token = yield True, torch.tensor([number])
-    total = yield False, token
+    token = yield Exchange("sum"), torch.tensor([number])
+    total = yield None, token
     return float(before), float(torch.rand(())), total.item()
 
 
@@ -38,3 +40,21 @@ def test_groups_meet_apart() -> None:
     groups = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     found = run_all([meet(draws_twice(t.rank), t, groups[t.rank], "a test") for t in transports])
     assert [total for *_, total in found] == [2.0, 4.0, 2.0, 4.0]
+
+
+def gathers_and_scatters(number: int) -> Any:
+    """Bring `number + 1` elements to a gather, and all of them to a scatter."""
+    token = yield Exchange("gather", (1, 2, 3)), torch.full((number + 1,), float(number))
+    whole = yield None, token
+    token = yield Exchange("scatter", (1, 2, 3)), whole * (number + 1)
+    return whole.tolist(), (yield None, token).tolist()
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1)])
+def test_sections_are_in_the_groups_own_order(ranks: tuple[int, ...]) -> None:
+    transports = local_transports(3)
+    found = run_all([meet(gathers_and_scatters(ranks.index(t.rank)), t, ranks, "a test") for t in transports])
+    for rank, (whole, own) in enumerate(found):
+        number = ranks.index(rank)
+        assert whole == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert own == [6.0 * number] * (number + 1)

@@ -190,7 +190,7 @@ def test_what_a_float64_model_computes_in_float32_stays_whole() -> None:
 def test_a_sharded_stage_describes_itself() -> None:
     text = shard_stage(language([Block(64, 4)], width=64), 2).describe()
     assert "parameter blocks.0.up.weight: cut dim 0 at 0:128|128:256" in text
-    assert "copy layer_norm_1: float32[" in text
+    assert "copy layer_norm_2: float32[" in text
 
 
 # random graphs

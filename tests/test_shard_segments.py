@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from efftra_fx.collectives import TENSOR_SUM
+from efftra_fx.collectives import TENSOR_SUM, Exchange
 from efftra_fx.passes.shard_segments import Segments, run_together
 
 aten = torch.ops.aten
@@ -46,12 +46,12 @@ def test_both_sums_are_started_before_the_first_is_waited_for() -> None:
     starts = [meeting.send(None)]
     starts.append(meeting.send("first"))
     waited = meeting.send("second")
-    assert [started for started, _ in starts] == [True, True]
-    assert waited == (False, "first")
+    assert [exchange for exchange, _ in starts] == [Exchange("sum"), Exchange("sum")]
+    assert waited == (None, "first")
 
 
 def test_sums_are_told_in_order() -> None:
-    assert pieces().sums == ("float32[2]", "float32[2]")
+    assert pieces().sums == ("sum float32[2]", "sum float32[2]")
 
 
 def test_a_group_that_is_consumed_is_emptied() -> None:
@@ -62,7 +62,7 @@ def test_a_group_that_is_consumed_is_emptied() -> None:
 
 def test_ranks_that_meet_in_different_sums_are_caught() -> None:
     def other() -> object:
-        yield False, torch.ones(2)
+        yield None, torch.ones(2)
 
     with pytest.raises(AssertionError, match="different orders"):
         run_together([pieces()([torch.ones(2)]), other()])  # type: ignore[list-item]

@@ -168,6 +168,79 @@ def sums_of_odd_layouts_happen_in_place(transport: Transport) -> Steps:
     assert (yield from result_of(transport.all_reduce(empty, everyone))) is empty
 
 
+COUNTS = ((1, 1, 1), (3, 0, 2), (5, 700, 400), (9_000, 9_000, 9_000), (900_000, 200_001, 3))
+
+
+def flat_sample(size: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Make small whole numbers, of which every dtype holds sums exactly."""
+    return (torch.arange(size) % 7 + rank).to(dtype)
+
+
+def sections_of_all_come_together(transport: Transport) -> Steps:
+    everyone = tuple(range(transport.world_size))
+    for name in DTYPES:
+        for counts in COUNTS[:4] if name != "float32" else COUNTS:
+            dtype = getattr(torch, name)
+            mine = flat_sample(counts[transport.rank], dtype, transport.rank).to(transport.device)
+            got = yield from result_of(transport.all_gather(mine, counts, everyone), "the gather")
+            wanted = torch.cat([flat_sample(count, dtype, rank) for rank, count in enumerate(counts)])
+            assert got.dtype == dtype and got.device.type == transport.device.type
+            assert torch.equal(got.cpu(), wanted), (name, counts)
+            got.zero_()
+            assert torch.equal(mine.cpu(), flat_sample(counts[transport.rank], dtype, transport.rank))
+
+
+def each_gets_its_section_of_the_sum(transport: Transport) -> Steps:
+    everyone = tuple(range(transport.world_size))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64):
+        for counts in COUNTS[:4] if dtype != torch.float32 else COUNTS:
+            mine = flat_sample(sum(counts), dtype, transport.rank).to(transport.device)
+            got = yield from result_of(transport.reduce_scatter(mine, counts, everyone), "the scatter")
+            total = sum(flat_sample(sum(counts), dtype, rank) for rank in everyone)
+            assert isinstance(total, torch.Tensor)
+            start = sum(counts[: transport.rank])
+            wanted = total[start : start + counts[transport.rank]]
+            assert got.dtype == dtype and torch.equal(got.cpu(), wanted), (dtype, counts)
+
+
+def sections_and_sums_of_several_groups_may_be_under_way_together(transport: Transport) -> Steps:
+    groups = [ranks for ranks in ((0, 1), (0, 2), (1, 2), (0, 1, 2)) if transport.rank in ranks]
+    started = []
+    for turn in range(3):
+        for ranks in groups:
+            size = (10, 3000, 150_000)[turn]
+            counts = tuple(size + place for place in range(len(ranks)))
+            own = torch.full((counts[ranks.index(transport.rank)],), float(transport.rank), device=transport.device)
+            whole = torch.ones(sum(counts), device=transport.device)
+            handles = (
+                transport.all_gather(own, counts, ranks),
+                transport.all_reduce(whole.clone(), ranks),
+                transport.reduce_scatter(whole, counts, ranks),
+            )
+            started.append((ranks, counts, handles))
+    for ranks, counts, handles in started:
+        gathered = yield from result_of(handles[0])
+        summed = yield from result_of(handles[1])
+        scattered = yield from result_of(handles[2])
+        wanted = torch.cat([torch.full((count,), float(rank)) for rank, count in zip(ranks, counts, strict=True)])
+        assert torch.equal(gathered.cpu(), wanted)
+        assert (summed == len(ranks)).all() and summed.numel() == sum(counts)
+        assert (scattered == len(ranks)).all() and scattered.numel() == counts[ranks.index(transport.rank)]
+    transport.drain()
+
+
+def sections_that_do_not_fit_are_refused(transport: Transport) -> Steps:
+    everyone = tuple(range(transport.world_size))
+    tensor = torch.ones(4, device=transport.device)
+    for call in (transport.all_gather, transport.reduce_scatter):
+        try:
+            call(tensor, (1, 1, 1), everyone)
+            raise AssertionError("not refused")
+        except TransportError as error:
+            assert "brings 4 elements" in str(error) and "expected" in str(error)
+    yield from result_of(transport.agree(None, 0))
+
+
 def plain_data_is_gathered_and_broadcast(transport: Transport) -> Steps:
     mine = {"rank": transport.rank, "text": "ä" * (100 * transport.rank), "numbers": [1, 2.5, None, True]}
     rows = yield from result_of(transport.all_gather_data(mine))
@@ -250,6 +323,10 @@ CONTRACT: tuple[Callable[[Transport], Steps], ...] = (
     sums_are_right_and_the_same_bits_everywhere,
     sums_over_some_ranks_leave_others_alone,
     sums_of_odd_layouts_happen_in_place,
+    sections_of_all_come_together,
+    each_gets_its_section_of_the_sum,
+    sections_and_sums_of_several_groups_may_be_under_way_together,
+    sections_that_do_not_fit_are_refused,
     plain_data_is_gathered_and_broadcast,
     a_problem_of_one_is_the_error_of_all_who_stay_usable,
     ranks_at_different_steps_are_told,
@@ -273,6 +350,27 @@ class PairwiseOverGloo(NcclTransport):
     """The transport for NCCL, its communicators made of Gloo, for want of GPUs."""
 
     backend = "gloo"
+
+    def start(self, what: str, ranks: tuple[int, ...], call: Any, result: torch.Tensor, given: torch.Tensor) -> Any:
+        handle = super().start(what, ranks, call, result, given)
+        handle.work = Waited(handle.work)
+        return handle
+
+
+class Waited:
+    """Work that knows that it is done once it was waited for, which Gloo's scatter does not."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.done = work, False
+
+    def wait(self) -> None:
+        """Block until done."""
+        self.work.wait()
+        self.done = True
+
+    def is_completed(self) -> bool:
+        """Say whether it was waited for."""
+        return self.done
 
 
 class GlooAlone(GlooTransport):
