@@ -95,6 +95,7 @@ def compile(
     batch_dims: Mapping[str, int | None] | None = None,
     costs: CostTable | str = "measured",
     optimizer_states: float = 2.0,
+    batch_norm: str = "local",
     timeout: float = 300.0,
     dump: str | Path | None = None,
     progress: bool | None = None,
@@ -111,6 +112,9 @@ def compile(
     rest. `batch_dims` says along which dimension a tensor carries the batch where that is not dimension 0
     (None: it does not). `costs` is "measured", "estimated" (from operation counts, nothing is run), or a
     table. `optimizer_states` is the optimizer's state in bytes for each byte of parameters (Adam: 2).
+    `batch_norm` says over which rows a BatchNorm in training takes its statistics: "local" (those of a micro-batch
+    that are on one replica), "synced" (all rows of a micro-batch) or "exact" (the whole batch, as on one device:
+    the plan then has one micro-batch).
     `progress` shows a bar while blocks are measured, and what each part of the compilation took (default: on
     terminals).
     `keep_memory` makes this process keep memory that it frees (on CPUs, with glibc): steps with large tensors
@@ -132,6 +136,7 @@ def compile(
         batch_dims=batch_dims,
         costs=costs,
         optimizer_states=optimizer_states,
+        batch_norm=batch_norm,
     )
     if keep_memory:
         keep_freed_memory()

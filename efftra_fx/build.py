@@ -20,7 +20,7 @@ from efftra_fx.cost import Chain
 from efftra_fx.errors import EfftraError, ReduceOrderError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
-from efftra_fx.passes.shard_code import TensorCode, TensorForward, tensor_code
+from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
 from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.tail_code import TailFunction
@@ -30,7 +30,7 @@ from efftra_fx.runtime.step import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.world import World
 
-StageFunctions = Callable[[int], TrainingCode | ForwardCode | TensorCode | TensorForward]  # by number of rows
+StageFunctions = Callable[[int], TrainingCode | ForwardCode | MeetingCode | MeetingForward]  # by number of rows
 
 
 @dataclass(frozen=True)
@@ -215,17 +215,22 @@ def _code(
     example = example_of(values, front.tensors, inputs)
     trainable = {p.name for p in back.wiring.parameters if p.trainable}
     graph, stage, sharded = back.stages[index], back.plan.stages[index], back.sharded[index]
-    number = stage.devices.index(rank) % stage.tensor
+    number, synced = stage.devices.index(rank) % stage.tensor, back.synced[index]
     flags = Flags(graph, values, trainable, index)
     outputs = (graph.sends, graph.boundaries, graph.buffers)
     blocks = (stage.first_block, stage.stop_block)
     placed = None if sharded is None else (number, tuple(sorted((n, str(p)) for n, p in sharded.parameters.items())))
-    key = (blocks, graph.roles, outputs, flags.wrt, flags.outputs, stage.recompute, device, stage.tensor, placed)
+    met = stage.replicas if synced is not None else 1
+    key = (blocks, graph.roles, outputs, flags.wrt, flags.outputs, stage.recompute, device, stage.tensor, placed, met)
     if key not in known:
-        if sharded is None:
+        if sharded is not None:
+            example = local_example(example, sharded.parameters, number)
+        if sharded is None and synced is None:
             known[key] = stage_code(graph, flags, example, stage.recompute, device)
         else:
-            known[key] = tensor_code(sharded, number, flags, example, stage.recompute, device)
+            own = sharded.stages[number] if sharded is not None else graph
+            own = synced.stages[number] if synced is not None else own
+            known[key] = meeting_code(own, flags, example, stage.recompute, device)
     return known[key]
 
 
@@ -233,6 +238,8 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
     graph = back.stages[stage]
     kinds = {b.name: b for b in front.tail.boundaries}
     bounds = tuple(BoundaryPart(n, kinds[n].kind, kinds[n].dim) for n in graph.boundaries)
+    planned, synced = back.plan.stages[stage], back.synced[stage]
+    number = planned.devices.index(rank) % planned.tensor
     return StageWork(
         stage,
         graph.roles,
@@ -242,8 +249,10 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
         code,
         back.random[stage],
         once=frozenset(name for name in graph.buffers if name in front.counters),
-        group=tuple(sorted(back.plan.stages[stage].devices)),
+        group=tuple(sorted(planned.devices)),
         together=tensor_group(back.plan, rank),
+        beside=() if synced is None else planned.devices[number :: planned.tensor],
+        shared=frozenset() if synced is None else synced.buffers,
     )
 
 
@@ -297,34 +306,36 @@ def stage_times(chain: Chain, plan: Plan, rows: int) -> tuple[tuple[float, float
 
 
 def check_meetings(programs: Mapping[int, RankProgram], works: Mapping[int, StageWork | None], world: World) -> None:
-    """Check that ranks of a tensor group meet in the same sums in the same order; a collective call.
+    """Check that ranks which meet in their computations meet in the same sums in the same order; a collective call.
 
     Raises ReduceOrderError naming two ranks and the first sums that differ.
     """
-    if all(program.width == 1 for program in programs.values()):
+    if all(program.width == 1 and not program.synced for program in programs.values()):
         return
-    mine = []
+    mine: list[Any] = []
     for rank, work in works.items():
-        if work is not None and work.together:
-            cells = [i for i in programs[rank].instructions if isinstance(i, Load)]
-            sizes = sorted({cell.stop - cell.start for cell in cells})
-            mine.append(
-                [rank, list(work.together), [f"{rows} rows {m}" for rows in sizes for m in _meetings(work, rows)]]
-            )
+        if work is None or not work.meets:
+            continue
+        cells = [i for i in programs[rank].instructions if isinstance(i, Load)]
+        sizes = sorted({cell.stop - cell.start for cell in cells})
+        if work.together:
+            mine.append([rank, list(work.together), [f"{n} rows {m}" for n in sizes for m in _meetings(work, n)]])
+        for rows in sizes if work.beside else ():
+            mine.append([rank, [-1, *work.beside], [m for m in _meetings(work, rows) if "replicas" in m]])
     first: dict[tuple[int, ...], tuple[int, list[str]]] = {}
     for rank, group, sums in sorted(one for some in world.gather(mine) for one in some):
         other, expected = first.setdefault(tuple(group), (rank, sums))
         for here, there in zip_longest(expected, sums, fillvalue="nothing"):
             if here != there:
                 raise ReduceOrderError(
-                    f"rank {rank} sums {there} where rank {other} of its tensor group sums {here}; "
-                    "all ranks of a group must meet in the same sums in the same order"
+                    f"rank {rank} sums {there} where rank {other} sums {here}; ranks that meet must do so in the same "
+                    "sums in the same order"
                 )
 
 
 def _meetings(work: StageWork, rows: int) -> tuple[str, ...]:
     code = work.code(rows)
-    return code.meetings if isinstance(code, TensorCode | TensorForward) else ()
+    return code.meetings if isinstance(code, MeetingCode | MeetingForward) else ()
 
 
 def connections(programs: Mapping[int, RankProgram]) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
@@ -337,11 +348,15 @@ def connections(programs: Mapping[int, RankProgram]) -> tuple[list[tuple[int, ..
                 groups.add(instruction.ranks)
             elif isinstance(instruction, Message):
                 pairs.add((min(rank, instruction.peer), max(rank, instruction.peer)))
-    members: dict[tuple[int | None, int], list[int]] = {}
-    for rank in sorted(programs):
-        if programs[rank].width > 1:
-            members.setdefault((programs[rank].stage, programs[rank].replica), []).append(rank)
-    groups |= {tuple(ranks) for ranks in members.values()}
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for rank, program in sorted(programs.items()):
+        if program.width > 1:
+            members.setdefault((program.stage, program.replica), []).append(rank)
+        if program.synced:
+            cells = [i.micro_batch for i in program.instructions if isinstance(i, Load)]
+            for micro_batch in (*cells, None):  # with rows of a micro-batch, and all of them
+                members.setdefault((program.stage, "replicas", program.tensor, micro_batch), []).append(rank)
+    groups |= {tuple(ranks) for ranks in members.values() if len(ranks) > 1}
     return sorted(groups), sorted(pairs)
 
 

@@ -17,6 +17,9 @@ graph, the generated code and the verifier see; a run meets the other ranks ther
 
 Shares are given as each rank's ranges of indices along a dimension; `size` is the whole's number of
 indices (or of one period of it, see `Cut`). Each function takes the rank's number last.
+
+Two more operators go the other way, over the replicas of a stage that have rows of the same
+micro-batch: `replica_sum` adds up what they have, `replica_gather` puts it side by side.
 """
 
 from __future__ import annotations
@@ -41,8 +44,12 @@ _LIBRARY.define("gather(Tensor x, SymInt[] counts) -> Tensor")
 _LIBRARY.define("scatter(Tensor x, SymInt[] counts, int rank) -> Tensor")
 
 
+_LIBRARY.define("replica_sum(Tensor x) -> Tensor")
+_LIBRARY.define("replica_gather(Tensor x, int replicas) -> Tensor")
+
+
 def _alone(x: Tensor, *args: Any) -> Tensor:
-    raise EmitError("a sum over a tensor group runs only inside a stage's code, where other ranks can be met")
+    raise EmitError("a sum over ranks runs only inside a stage's code, where other ranks can be met")
 
 
 def _like(x: Tensor) -> Tensor:
@@ -57,42 +64,68 @@ def _own(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
     return x.new_empty(counts[rank])
 
 
-for _name, _fake in (("sum", _like), ("gather", _all), ("scatter", _own)):
+def _beside(x: Tensor, replicas: int) -> Tensor:
+    return x.new_empty(replicas, *x.shape)
+
+
+_OWN: tuple[tuple[str, Any], ...] = (("sum", _like), ("gather", _all), ("scatter", _own))
+for _name, _fake in (*_OWN, ("replica_sum", _like), ("replica_gather", _beside)):
     _LIBRARY.impl(_name, _alone, "CompositeExplicitAutograd")
     torch.library.register_fake(f"efftra_tensor::{_name}", _fake, lib=_LIBRARY)
 
 TENSOR_SUM = torch.ops.efftra_tensor.sum.default
 TENSOR_GATHER = torch.ops.efftra_tensor.gather.default
 TENSOR_SCATTER = torch.ops.efftra_tensor.scatter.default
+REPLICA_SUM = torch.ops.efftra_tensor.replica_sum.default
+REPLICA_GATHER = torch.ops.efftra_tensor.replica_gather.default
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank asks of its tensor group: a sum in place, all ranks' elements, or its own elements of the sum.
+    """What a rank asks of others: a sum in place, all ranks' elements, or its own elements of the sum.
 
-    `counts` are each rank's elements of a gather or scatter, whose tensors are flat.
+    The others are its tensor group, or the replicas that have rows of the micro-batch. `counts` are each rank's
+    elements of a gather or scatter in a tensor group, whose tensors are flat; a gather over replicas gives one
+    row a replica.
     """
 
     kind: Literal["sum", "gather", "scatter"]
     counts: tuple[int, ...] = ()
+    over: Literal["tensor group", "replicas"] = "tensor group"
 
 
 _EXCHANGES: dict[Any, Literal["sum", "gather", "scatter"]] = {
     TENSOR_SUM: "sum",
     TENSOR_GATHER: "gather",
     TENSOR_SCATTER: "scatter",
+    REPLICA_SUM: "sum",
+    REPLICA_GATHER: "gather",
 }
 
 
 def exchange_of(target: Any, args: Sequence[Any]) -> Exchange | None:
-    """Return what a call asks of the group; None for a call that needs no other rank."""
+    """Return what a call asks of other ranks; None for a call that needs none."""
     kind = _EXCHANGES.get(target)
-    return None if kind is None else Exchange(kind, tuple(args[1]) if kind != "sum" else ())
+    if kind is None:
+        return None
+    if target in (REPLICA_SUM, REPLICA_GATHER):
+        return Exchange(kind, over="replicas")
+    return Exchange(kind, tuple(args[1]) if kind != "sum" else ())
 
 
 def tensor_sum(x: Tensor) -> Tensor:
     """Return the sum over the tensor group, contiguous and the same bits on every rank; no gradient."""
     return TENSOR_SUM(x)  # type: ignore[no-any-return]
+
+
+def replica_sum(x: Tensor) -> Tensor:
+    """Return the sum over the replicas with rows of this micro-batch, the same bits on every rank; no gradient."""
+    return REPLICA_SUM(x)  # type: ignore[no-any-return]
+
+
+def replica_gather(x: Tensor, replicas: int) -> Tensor:
+    """Return what each of a stage's replicas has of [n], as [replicas, n]; zeros without rows; no gradient."""
+    return REPLICA_GATHER(x, replicas)  # type: ignore[no-any-return]
 
 
 def tensor_gather(x: Tensor, counts: Sequence[int]) -> Tensor:

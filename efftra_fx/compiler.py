@@ -33,10 +33,11 @@ from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
 from efftra_fx.passes.shard import Sharded, shard_stages
 from efftra_fx.passes.shard_cost import with_tensor
 from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
+from efftra_fx.passes.synced import Synced, is_synced, sync_stage
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
 from efftra_fx.passes.verify import verify_plan
 from efftra_fx.plan import Plan, Stage
-from efftra_fx.program import Load, RankProgram, Wiring
+from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
 from efftra_fx.trace import Captured, LossFn, capture
 from efftra_fx.trace_check import check_capture
@@ -59,6 +60,7 @@ class Options:
     cuts: tuple[str, ...] | None = None
     tensor: tuple[int, ...] | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    batch_norm: str = "local"
     costs: CostTable | str = "measured"
     optimizer_states: float = 2.0
     check_capture: bool = True
@@ -102,6 +104,7 @@ class Front:
     notes: tuple[str, ...]
     counters: frozenset[str]
     pairwise: str | None  # a module that needs two rows or more in every part: it normalises over rows alone
+    statistics: str = ""  # over which rows norms take them: "local", "synced" or "exact"; "" where there are none
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Back:
     wiring: Wiring
     random: tuple[bool, ...]
     sharded: tuple[Sharded | None, ...]  # None for a stage whose replicas are one rank each
+    synced: tuple[Synced | None, ...]  # None for a stage whose replicas compute each for itself
 
 
 def find_batch(
@@ -237,7 +241,9 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         ("role", "outputs"),
         lambda name, graph, _: report.graph(name, graph),
     )
-    notes, counters, pairwise = (*_notes(gm), *_opaque_notes(captured)), _counters(gm), _pairwise(gm)
+    norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
+    notes = (*_notes(norms, options.batch_norm), *_opaque_notes(captured))
+    counters, pairwise = _counters(gm), _pairwise(gm)
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -261,6 +267,7 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         notes,
         counters,
         pairwise,
+        options.batch_norm if norms else "",
     )
 
 
@@ -268,14 +275,18 @@ def _opaque_notes(captured: Captured) -> tuple[str, ...]:
     return tuple(f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque)
 
 
-def _notes(gm: fx.GraphModule) -> tuple[str, ...]:
-    norms = [PATH.get(n) or n.name for n in gm.graph.nodes if is_batch_statistics(n)]
-    if not norms:
+def _notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:
+    """Say once what the statistics of batch norms are, where they are not those of the whole batch."""
+    if not norms or batch_norm == "exact":
         return ()
+    which = f"batch statistics of {', '.join(norms)} are those of each micro-batch"
+    if batch_norm == "synced":
+        return (
+            f"{which}, as if one device ran the micro-batches in order; for the whole batch's use batch_norm='exact'",
+        )
     return (
-        f"batch statistics of {', '.join(norms)} are those of each micro-batch on each replica, as if one device "
-        "ran the same parts in order, and running statistics the mean of the replicas' own; for whole-batch statistics "
-        "use micro_batches=1 and one replica",
+        f"{which} on each replica, as if one device ran the same parts in order, and running statistics the mean of "
+        "the replicas' own; use batch_norm='synced' for all replicas' together, or 'exact' for the whole batch's",
     )
 
 
@@ -287,15 +298,20 @@ def _pairwise(gm: fx.GraphModule) -> str | None:
 
 
 def check_parts(front: Front, programs: Mapping[int, RankProgram]) -> None:
-    """Raise BatchError where a part of one row goes through a norm that needs several."""
+    """Raise BatchError where a norm that needs several rows gets one: in a part, or in a synced micro-batch."""
     if front.pairwise is None:
         return
     for rank, program in programs.items():
+        whole = micro_batch_rows(program.rows, program.micro_batches)
         for instruction in program.instructions:
-            if isinstance(instruction, Load) and instruction.stop - instruction.start == 1:
+            if not isinstance(instruction, Load):
+                continue
+            start, stop = whole[instruction.micro_batch] if program.synced else (instruction.start, instruction.stop)
+            if stop - start == 1:
+                kind = "all replicas' rows" if program.synced else "the rows of a part"
                 raise BatchError(
-                    f"'{front.pairwise}' normalises over the rows of a part, but rank {rank} gets only row "
-                    f"{instruction.start} of {program.rows} in micro-batch {instruction.micro_batch}; "
+                    f"'{front.pairwise}' normalises over {kind}, but rank {rank} gets only row "
+                    f"{start} of {program.rows} in micro-batch {instruction.micro_batch}; "
                     "use fewer micro-batches or replicas, or a larger batch"
                 )
 
@@ -330,6 +346,7 @@ def cost_chain(
         repeats=0 if estimated else 3,
         progress=progress,
         known=table,
+        synced=front.statistics in ("synced", "exact"),
     )
     report.timed("measure", begin)
     return chain, fresh
@@ -340,6 +357,11 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
     begin = time.perf_counter()
     names = block_names(front.gm)
     schedule = options.schedule
+    if front.statistics == "exact":
+        asked = options.plan.micro_batches if options.plan is not None else options.micro_batches or 1
+        if asked > 1:
+            raise PlanError(_undivided(asked))
+        options = replace(options, micro_batches=1)
     if not front.tail.linear:
         if schedule == "1f1b" or (options.plan is not None and options.plan.schedule == "1f1b"):
             raise PlanError(
@@ -515,8 +537,11 @@ def _first_block(gm: fx.GraphModule, path: str) -> int:
 def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None) -> Back:
     """Cut the graph into the plan's stages and describe what crosses between them.
 
-    With `like`, tensor groups hold parameters as they do there.
+    With `like`, tensor groups hold parameters as they do there. Raises PlanError for a plan that divides a batch
+    whose statistics are wanted as a whole.
     """
+    if front.statistics == "exact" and plan.micro_batches > 1:
+        raise PlanError(_undivided(plan.micro_batches))
     begin = time.perf_counter()
     gm = AssignStages(tuple(stage.stop_block for stage in plan.stages))(front.gm)
     stages = split_stages(gm, len(plan.stages))
@@ -541,7 +566,22 @@ def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None)
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)
     if any(one is not None for one in sharded):
         report.timed("shard", begin)
-    return Back(named, stages, wiring, random, sharded)
+    synced: tuple[Synced | None, ...] = (None,) * len(stages)
+    if front.statistics in ("synced", "exact"):
+        synced = tuple(
+            sync_stage((graph,) if cut is None else cut.stages, stage.replicas)
+            for graph, cut, stage in zip(stages, sharded, plan.stages, strict=True)
+        )
+        wiring = replace(wiring, synced=tuple(i for i, one in enumerate(synced) if one is not None))
+    return Back(named, stages, wiring, random, sharded, synced)
+
+
+def _undivided(micro_batches: int) -> str:
+    return (
+        f"batch_norm='exact' needs the whole batch in one micro-batch, since every norm waits for all rows, but the "
+        f"plan has {micro_batches} micro-batches; use micro_batches=1, or batch_norm='synced' for statistics of each "
+        "micro-batch"
+    )
 
 
 def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:

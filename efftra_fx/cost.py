@@ -75,7 +75,9 @@ class NodeCost:
     """Cost of a block (or node) on one device; `options` are further ways to compute it.
 
     `gradient_bytes` counts trainable parameters only. `output_bytes` (all that it
-    makes) and `saved_bytes` (kept from forward to backward) are per row.
+    makes) and `saved_bytes` (kept from forward to backward) are per row. In each
+    direction of each micro-batch, replicas exchange something `exchanges` times
+    (batch statistics over all of them), together `exchange_bytes` of each.
     """
 
     name: str
@@ -86,9 +88,11 @@ class NodeCost:
     output_bytes: float = 0
     saved_bytes: float = 0
     options: tuple[Option, ...] = ()
+    exchanges: int = 0
+    exchange_bytes: float = 0
 
     def __post_init__(self) -> None:
-        for name in ("parameter_bytes", "gradient_bytes", "output_bytes", "saved_bytes"):
+        for name in ("parameter_bytes", "gradient_bytes", "output_bytes", "saved_bytes", "exchanges", "exchange_bytes"):
             check_amount(f"{self.name}: {name}", getattr(self, name))
 
     @cached_property
@@ -245,7 +249,7 @@ def read_timing(what: str, data: object) -> Timing:
 
 def read_node(what: str, data: object) -> NodeCost:
     """A NodeCost from its JSON object."""
-    amounts = {"parameter_bytes", "gradient_bytes", "output_bytes", "saved_bytes"}
+    amounts = {"parameter_bytes", "gradient_bytes", "output_bytes", "saved_bytes", "exchanges", "exchange_bytes"}
     found = dict(check_fields(what, data, {"name", "forward", "backward"}, amounts | {"options"}))
     if not isinstance(found["name"], str):
         raise CostError(f"{what}.name must be a text, got {found['name']!r}")

@@ -18,7 +18,7 @@ from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.shard import Sharded, shard_stage
-from efftra_fx.passes.shard_code import TensorForward
+from efftra_fx.passes.shard_code import MeetingForward
 from efftra_fx.passes.shard_cuts import WHOLE
 from efftra_fx.passes.split import StageGraph, split_stages, wire
 from efftra_fx.passes.stage_code import forward_code
@@ -47,7 +47,7 @@ class Evaluation:
     dims: tuple[int | None, ...]
     out_tree: Any
     guards: Guards | None
-    wide: tuple[tuple[TensorForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
+    wide: tuple[tuple[MeetingForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
 
 
 def compile_evaluation(
@@ -93,13 +93,13 @@ def compile_evaluation(
     return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, wide)
 
 
-def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[TensorForward, ...]:
+def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[MeetingForward, ...]:
     """Return the forward of each rank of a tensor group, parameters lying as they do in training."""
     roles = [role for role in stage.roles if role.kind == "parameter"]
     places = {role.name: trained.parameters.get(role.name, WHOLE) for role in roles}
     forced = {name: place if place.cut is not None else WHOLE for name, place in places.items()}
     graphs = shard_stage(stage, trained.width, forced=forced, trained=frozenset()).stages
-    return tuple(TensorForward(graph, device) for graph in graphs)
+    return tuple(MeetingForward(graph, device) for graph in graphs)
 
 
 def _drop_buffer_news(gm: fx.GraphModule) -> None:

@@ -112,10 +112,13 @@ class Wiring:
     backward: tuple[bool, ...]  # for each stage: has it anything to differentiate
     joined: bool  # the loss needs all forwards before any backward
     loss: bool = True  # every rank learns the loss at the end of the step
+    synced: tuple[int, ...] = ()  # stages whose replicas meet in every computation, for statistics over all their rows
 
     def __post_init__(self) -> None:
         if self.stages < 1 or len(self.backward) != self.stages:
             raise ProgramError(f"{self.stages} stages need one backward flag each, got {len(self.backward)}")
+        if list(self.synced) != sorted({s for s in self.synced if 0 <= s < self.stages}):
+            raise ProgramError(f"synced stages are listed in rising order, each once, got {list(self.synced)}")
 
     def returns_gradient(self, value: Value, consumer: int) -> bool:
         """Say whether stage `consumer` sends a gradient of `value` back to its producer."""
@@ -128,7 +131,7 @@ class Wiring:
 
     def forward_only(self, loss: bool = False) -> Wiring:
         """Return the wiring of an evaluation: no backward anywhere, no join, and the loss only if asked for."""
-        return replace(self, backward=(False,) * self.stages, joined=False, loss=loss)
+        return replace(self, backward=(False,) * self.stages, joined=False, loss=loss, synced=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +282,10 @@ class RankProgram:
 
     A rank computes for at most one stage, as replica number `replica` of it; of a
     replica `width` ranks wide it is number `tensor`, and its computations meet those
-    of the others. A rank that the plan leaves idle has stage None; its program is only
-    `reduce_loss` and `update`, so that it too learns the loss.
+    of the others. Where the stage is `synced`, they also meet those of the ranks with
+    its number in all replicas that have rows of the same micro-batch. A rank that the
+    plan leaves idle has stage None; its program is only `reduce_loss` and `update`, so
+    that it too learns the loss.
     """
 
     rank: int
@@ -291,6 +296,7 @@ class RankProgram:
     instructions: tuple[Instruction, ...]
     tensor: int = 0
     width: int = 1
+    synced: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.tensor < self.width:

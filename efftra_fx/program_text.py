@@ -105,6 +105,7 @@ def print_program(program: RankProgram) -> str:
     head = (
         f"program rank={program.rank} stage={stage} replica={program.replica} "
         + (f"tensor={program.tensor} width={program.width} " if program.width > 1 else "")
+        + ("synced " if program.synced else "")
         + f"rows={program.rows} micro_batches={program.micro_batches}"
     )
     return "\n".join([head, *(f"  {print_instruction(i)}" for i in program.instructions)]) + "\n"
@@ -123,6 +124,7 @@ def print_wiring(wiring: Wiring) -> str:
     lines = [
         f"wiring stages={wiring.stages} backward={_flags(wiring.backward)} "
         f"joined={_flag(wiring.joined)} loss={_flag(wiring.loss)}"
+        + (f" synced={list(wiring.synced)}" if wiring.synced else "")
     ]
     for value in wiring.values:
         lines.append(
@@ -344,12 +346,15 @@ def _parse_head(text: str) -> RankProgram:
         tensor = line.integer()
         line.field("width")
         width = line.integer()
+    synced = line.peek() == "synced"
+    if synced:
+        line.expect("synced")
     line.field("rows")
     rows = line.integer()
     line.field("micro_batches")
     micro_batches = line.integer()
     line.end()
-    return RankProgram(rank, rows, micro_batches, stage, replica, (), tensor, width)
+    return RankProgram(rank, rows, micro_batches, stage, replica, (), tensor, width, synced)
 
 
 def _parse_wiring(lines: list[tuple[int, str]]) -> Wiring:
@@ -386,7 +391,12 @@ def _parse_wiring_head(line: _Line) -> Wiring:
     line.field("joined")
     joined = line.flag()
     line.field("loss")
-    return Wiring(stages, (), (), backward, joined, line.flag())
+    loss = line.flag()
+    synced: tuple[int, ...] = ()
+    if line.peek() == "synced":
+        line.field("synced")
+        synced = line.integers()
+    return Wiring(stages, (), (), backward, joined, loss, synced)
 
 
 def _parse_value(line: _Line) -> Value:

@@ -14,6 +14,8 @@ from efftra_fx.cost import CostTable
 from efftra_fx.errors import ClusterError, InputError, LossError, PlanError
 from efftra_fx.plan import SCHEDULES, Plan
 
+BATCH_NORMS = ("local", "synced", "exact")
+
 
 def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: float) -> None:
     """Raise InputError, ClusterError or LossError where one of them is not what it must be."""
@@ -43,6 +45,7 @@ def read_options(
     batch_dims: Mapping[str, int | None] | None,
     costs: CostTable | str,
     optimizer_states: float,
+    batch_norm: str,
 ) -> Options:
     """Return the options of a compilation; raise PlanError where they cannot be meant, or not together."""
     stages, micro_batches = _count("stages", stages), _count("micro_batches", micro_batches)
@@ -66,6 +69,8 @@ def read_options(
         raise PlanError(
             f"optimizer_states must be 0 or more bytes for each byte of parameters, got {optimizer_states:g}"
         )
+    if batch_norm not in BATCH_NORMS:
+        raise PlanError(f"batch_norm must be one of {', '.join(BATCH_NORMS)}, got {batch_norm!r}")
     return Options(
         loss_fn=loss_fn,
         stages=stages,
@@ -78,6 +83,7 @@ def read_options(
         batch_dims=dict(batch_dims or {}),
         costs=costs,
         optimizer_states=optimizer_states,
+        batch_norm=batch_norm,
     )
 
 

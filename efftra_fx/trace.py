@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from efftra_fx.capture_align import align, keep_places
 from efftra_fx.capture_guards import Answers, AsksValuesError, Guards, no_questions, split_guards
 from efftra_fx.capture_normal import make_normal
+from efftra_fx.capture_norms import averages_of_all_batches
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
 from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
@@ -216,6 +217,7 @@ class _Attempt:
         with ExitStack() as stack:
             stack.enter_context(functions_kept_whole())
             stack.enter_context(alignments_kept_whole())
+            stack.enter_context(averages_of_all_batches())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
             program = _export(step, self.tensors, self.batch_leaves)

@@ -23,7 +23,7 @@ from torch import fx
 from efftra_fx import ops
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE, STAGE, Outputs, Role
 from efftra_fx.plan import Plan
-from efftra_fx.program import Wiring
+from efftra_fx.program import Value, Wiring
 
 from .lower import is_reduced, reduce_group
 from .routes import Cell, Route, find_routes, lay_out_cells
@@ -55,7 +55,11 @@ class InsertComm:
         builder = _Builder(self, gm)
         for micro_batch in range(len(builder.cells[0])):
             for index in range(len(self.stages)):
-                for cell in builder.cells[index][micro_batch]:
+                cells = builder.cells[index][micro_batch]
+                if index in self.wiring.synced:
+                    builder.compute_together(cells)
+                    continue
+                for cell in cells:
                     builder.compute(cell)
         builder.finish()
         modules = {f"stage_{i}": stage.gm for i, stage in enumerate(self.stages)} | {"tail": self.tail.gm}
@@ -124,6 +128,49 @@ class _Builder:
                 self.written[name, cell.rank] = output
                 if cell.rank == self._keeper(cell.stage, cell.micro_batch):
                     self.buffers[name] = output
+
+    def compute_together(self, cells: Sequence[Cell]) -> None:
+        """Add one call for all replicas of a stage that take statistics over the rows of all, and share it out."""
+        stage, last = self.options.stages[cells[0].stage], cells[-1]
+        whole = Cell(last.stage, last.micro_batch, last.rank, cells[0].start, last.stop)
+        operands = tuple(self._joined_operand(role, whole, cells) for role in stage.roles)
+        label = f"stage_{whole.stage}_m{whole.micro_batch}_ranks{'_'.join(str(cell.rank) for cell in cells)}"
+        call = self.graph.create_node("call_module", f"stage_{whole.stage}", operands, name=label)
+        STAGE[call] = whole.stage
+        for position, name in enumerate((*stage.sends, *stage.boundaries, *stage.buffers)):
+            output = self._call(operator.getitem, call, position)
+            STAGE[output] = whole.stage
+            if position < len(stage.sends):
+                for cell in cells:
+                    part = self._share(output, self.values[name], cell, whole)
+                    self.computed[name, cell.micro_batch, cell.rank] = part
+            elif position < len(stage.sends) + len(stage.boundaries):
+                self.parts[name].append((whole, output))
+            else:
+                self.written[name, whole.rank] = self.buffers[name] = output
+
+    def _joined_operand(self, role: Role, whole: Cell, cells: Sequence[Cell]) -> fx.Node:
+        if role.kind != "value":
+            return self._operand(role, whole)
+        parts, value = [self._received(role.name, cell) for cell in cells], self.values[role.name]
+        if len(parts) == 1 or value.kind == "whole":
+            return parts[0]
+        joined = self._call(ops.join_rows, parts, value.dim) if value.kind == "rows" else self._sum(parts)
+        STAGE[joined] = whole.stage
+        _note(joined, value.dtype, value.part_shape(whole.stop - whole.start))
+        return joined
+
+    def _share(self, node: fx.Node, value: Value, cell: Cell, whole: Cell) -> fx.Node:
+        """Return what one replica has of a value that was computed for all of them."""
+        if value.kind == "rows":
+            width = value.shape[value.dim]
+            first, stop = (cell.start - whole.start) * width, (cell.stop - whole.start) * width
+            node = self._call(ops.take_rows, node, value.dim, first, stop)
+        elif value.kind == "sum" and cell.rank != whole.rank:
+            node = self._call(torch.zeros, value.shape, dtype=getattr(torch, value.dtype))
+        STAGE[node] = cell.stage
+        _note(node, value.dtype, value.part_shape(cell.stop - cell.start))
+        return node
 
     def _keeper(self, stage: int, micro_batch: int) -> int:
         """Return the rank whose buffers count: the first replica that has rows."""

@@ -2,7 +2,8 @@
 
 Four ways in which messages may behave, from lenient to strict; programs must end in
 all of them. A computation always waits for what it receives, and a collective for
-all its members; a computation of a replica wider than one rank is a collective of its ranks.
+all its members; a computation of a replica wider than one rank is a collective of its ranks, and
+one of a synced stage a collective of all its ranks that have rows of the micro-batch.
 
 - buffered: a send never waits.
 - rendezvous: a send blocks its rank until the matching receive has been posted.
@@ -29,6 +30,7 @@ from efftra_fx.program import (
     BackwardWeight,
     Forward,
     Join,
+    Load,
     RankProgram,
     Recv,
     ReduceLoss,
@@ -81,7 +83,7 @@ class _Run:
         self.at = dict.fromkeys(programs, 0)
         self.ends = match_messages(programs)
         self.awaited = {rank: awaited_receives(program) for rank, program in programs.items()}
-        self.groups = _tensor_groups(programs)
+        self.groups = _meeting_groups(programs)
         self.done: set[At] = set()
         self.queues = _queues(programs, semantics)
         self.places = {at: (queue, group) for queue in self.queues for group in queue.groups for at in group}
@@ -118,7 +120,7 @@ class _Run:
             case Update():
                 free = all(one in self.done for one in self.messages[rank])
             case _:
-                group = self.groups[rank] if isinstance(instructions[at], _MEETINGS) else (rank,)
+                group = self.groups.get((rank, at), (rank,))
                 free = all(self.may_compute(member, instructions[at]) for member in group)
                 if free:
                     for member in set(group) - {rank}:
@@ -169,16 +171,22 @@ class _Run:
 _MEETINGS = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
-def _tensor_groups(programs: Mapping[int, RankProgram]) -> dict[int, tuple[int, ...]]:
-    """Return for each rank those that it meets in its computations, itself included."""
-    members: dict[tuple[int | None, int], list[int]] = {}
+def _meeting_groups(programs: Mapping[int, RankProgram]) -> dict[At, tuple[int, ...]]:
+    """Return for each computation in which ranks meet the ranks that must be there, by rank and index.
+
+    Those of a tensor group are there always, those of other replicas where they have loaded rows.
+    """
+    loaded = {rank: {i.micro_batch for i in p.instructions if isinstance(i, Load)} for rank, p in programs.items()}
+    groups: dict[At, tuple[int, ...]] = {}
     for rank, program in programs.items():
-        if program.width > 1:
-            members.setdefault((program.stage, program.replica), []).append(rank)
-    return {
-        rank: tuple(members[program.stage, program.replica]) if program.width > 1 else (rank,)
-        for rank, program in programs.items()
-    }
+        own = [r for r, p in programs.items() if (p.stage, p.replica) == (program.stage, program.replica)]
+        others = [r for r, p in programs.items() if program.synced and p.stage == program.stage]
+        for index, instruction in enumerate(program.instructions if len(own) + len(others) > 1 else ()):
+            if isinstance(instruction, _MEETINGS):
+                several = instruction.micro_batches if isinstance(instruction, BackwardWeight) else None
+                needed = {instruction.micro_batch} if several is None else set(several)  # type: ignore[union-attr]
+                groups[rank, index] = tuple(r for r in programs if r in own or (r in others and needed & loaded[r]))
+    return groups
 
 
 def _queues(programs: Mapping[int, RankProgram], semantics: Semantics) -> list[_Queue]:

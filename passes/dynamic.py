@@ -161,6 +161,7 @@ class Program:
                 batch, low, high, starts, stops, rows, np.zeros(shape, dtype=bool), width
             )
             spans = (replicas > 1) & layout.spans(starts, counts)
+            forward, backward = pricer.exchanging(low, high, starts, stops, replicas, spans, forward, backward)
             takes, extra = pricer.reducing(ways, low, high, starts, stops, rows, replicas, gradients, slowest, spans)
             edges = (table.cut_bytes[low] + table.cut_bytes[high]) * rows
             held = parameters + (1 + table.rules.optimizer_bytes_per_parameter_byte) * gradients

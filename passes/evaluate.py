@@ -137,7 +137,8 @@ def stage_figures(
         total = sum(time[0] for time in times)
         if total + sum(time[1] for time in times) >= forward + sum(backwards):
             forward, backwards = total, [time[1] for time in times]
-    backward = sum(backwards)
+    there, again = exchange_seconds(stage, chain, cluster)
+    forward, backward = forward + there, sum(backwards) + again
     first = next(iter(options.values()))
     segments = reduce_segments(stage, cluster, [option.gradient_bytes for option in first])
     reduces = reduce_starts(backwards, segments, rules.overlap)
@@ -162,6 +163,26 @@ def block_times(option: Option, rows: float, speed: float, link: Link | None) ->
     collective = around / option.tensor * option.reduce_bytes * rows / link.bandwidth_bytes_per_s
     collective += option.reduces * around * link.latency_s
     return forward + collective, backward + collective
+
+
+def exchange_seconds(stage: Stage, chain: Chain, cluster: Cluster) -> tuple[float, float]:
+    """Seconds in which replicas exchange batch statistics in one micro-batch, forward and backward.
+
+    Forward, every replica's statistics go to all; backward, sums of as many numbers are added up.
+    """
+    count = sum(chain.blocks[block].exchanges for block in stage.blocks)
+    if stage.replicas < 2 or not count:
+        return 0.0, 0.0
+    link, around = replica_link(stage, cluster), 2 * (stage.replicas - 1)
+    moved = around * sum(chain.blocks[block].exchange_bytes for block in stage.blocks) / link.bandwidth_bytes_per_s
+    late = count * around * link.latency_s
+    return moved + late, moved / stage.replicas + late
+
+
+def replica_link(stage: Stage, cluster: Cluster) -> Link:
+    """The slowest link of the rings over the stage's replicas (two or more), one ring for each number in them."""
+    rings = [ring_link(tuple(stage.devices[shard :: stage.tensor]), cluster) for shard in range(stage.tensor)]
+    return min(rings, key=lambda one: one.bandwidth_bytes_per_s)
 
 
 def tensor_link(stage: Stage, cluster: Cluster) -> Link | None:
@@ -194,8 +215,7 @@ def reduce_segments(stage: Stage, cluster: Cluster, gradient_bytes: list[float])
     """Seconds of the gradient all-reduce of each block; the ring's latency is paid once, with the last to go."""
     if stage.replicas < 2 or sum(gradient_bytes) <= 0:
         return [0.0] * len(gradient_bytes)
-    slowest = [ring_link(tuple(stage.devices[shard :: stage.tensor]), cluster) for shard in range(stage.tensor)]
-    link = min(slowest, key=lambda one: one.bandwidth_bytes_per_s)
+    link = replica_link(stage, cluster)
     free = Link(link.bandwidth_bytes_per_s)
     segments = [ring_seconds(size, stage.replicas, free) for size in gradient_bytes]
     last = next(index for index, size in enumerate(gradient_bytes) if size > 0)

@@ -99,6 +99,9 @@ def _devices(programs: Mapping[int, RankProgram], wiring: Wiring) -> tuple[Devic
             continue
         if program.stage >= wiring.stages:
             raise HeaderError(f"rank {rank} computes stage {program.stage}, but there are {wiring.stages} stages")
+        if program.synced != (program.stage in wiring.synced):
+            known = "synced" if program.stage in wiring.synced else "not synced"
+            raise HeaderError(f"stage {program.stage} is {known}, but the program of rank {rank} says otherwise")
         width = widths.setdefault(program.stage, program.width)
         if program.width != width:
             raise HeaderError(

@@ -81,7 +81,15 @@ def lower(
         width = 1 if stage is None else widths[stage]
         instructions = (*lines[rank], Update())
         programs[rank] = RankProgram(
-            rank, rows, plan.micro_batches, stage, place // width, instructions, place % width, width
+            rank,
+            rows,
+            plan.micro_batches,
+            stage,
+            place // width,
+            instructions,
+            place % width,
+            width,
+            stage in wiring.synced,
         )
     return programs
 

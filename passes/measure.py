@@ -28,6 +28,7 @@ from .blocks import block_names, chain_nodes, size_at
 from .shapes import elements, operations
 from .split import AssignStages, StageGraph, split_stages, wire
 from .stage_code import Example, Flags, ForwardCode, Fresh, TrainingCode, example_of, stage_code
+from .synced import is_synced
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 _ASSUMED_OPERATIONS_PER_S = 2e10
@@ -98,10 +99,12 @@ def measure_chain(
     repeats: int = 3,
     progress: Progress | None = None,
     known: CostTable | None = None,
+    synced: bool = False,
 ) -> tuple[Chain, CostTable]:
     """Return the planner's chain with measured costs, and the table of unique blocks to keep.
 
-    With `repeats=0` nothing is run: times are estimated from operation counts.
+    With `repeats=0` nothing is run: times are estimated from operation counts. `synced`: replicas exchange
+    their batch statistics.
     """
     names = block_names(gm)
     graphs = block_graphs(gm, len(names), joined)
@@ -117,7 +120,8 @@ def measure_chain(
         example = example_of(graph.values, tensors, inputs)
         found[key] = before or _cost(graph, example, short, sizes, device, repeats)
     blocks = tuple(
-        replace(found[graph.key], name=name, **_parameters(graph)) for graph, name in zip(graphs, names, strict=True)
+        replace(found[graph.key], name=name, **_parameters(graph), **(_exchanges(graph) if synced else {}))
+        for graph, name in zip(graphs, names, strict=True)
     )
     table = CostTable(f"rows {sizes}", tuple(replace(cost, name=_digest(key)) for key, cost in found.items()))
     return Chain(blocks, _crossings(gm), _shared(gm)), table
@@ -224,6 +228,14 @@ def _parameters(graph: BlockGraph) -> dict[str, Any]:
             held += int(size)
             trained += int(size) if ROLE[node].trainable else 0
     return {"parameter_bytes": held, "gradient_bytes": trained}
+
+
+def _exchanges(graph: BlockGraph) -> dict[str, Any]:
+    """Return how often replicas exchange statistics, and the bytes of one replica's: two numbers a channel, a count."""
+    norms = [node for node in graph.stage.gm.graph.nodes if node.op == "call_function" and is_synced(node)]
+    values = [node.args[0].meta["val"] for node in norms]
+    size = sum((2 * int(v.shape[1]) + 1) * max(v.element_size(), 4) for v in values)
+    return {"exchanges": len(norms), "exchange_bytes": size}
 
 
 def _crossings(gm: fx.GraphModule) -> tuple[Crossing, ...]:

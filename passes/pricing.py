@@ -98,6 +98,7 @@ class Pricer:
             batch, low, high, first, stop, rows, empty, width
         )
         spans = ~empty & (replicas > 1) & layout.spans(np.minimum(first, layout.size - 1), np.maximum(batch.counts, 1))
+        forward, backward = self.exchanging(low, high, first, stop, replicas, spans, forward, backward)
         reduce, extra = self.reducing(batch.ways, low, high, first, stop, rows, replicas, gradients, slowest, spans)
         there, back, coming, going = self.moving(batch, first, stop, rows, width)
         optimizer = table.rules.optimizer_bytes_per_parameter_byte
@@ -173,6 +174,35 @@ class Pricer:
         seconds = around / width * sizes * rows * port + number * around * layout.intra_latency_s
         return np.where(leaves, IMPOSSIBLE, np.where(width > 1, seconds, 0.0))
 
+    def exchanging(
+        self,
+        low: Ints,
+        high: Ints,
+        first: Ints,
+        stop: Ints,
+        replicas: Ints,
+        spans: NDArray[np.bool_],
+        forward: Floats,
+        backward: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Seconds forward and backward with the replicas' exchanges of batch statistics added."""
+        table = self.table
+        if not table.exchanges[-1]:
+            return forward, backward
+        second, latency = self.ring(first, stop, spans)
+        around = 2.0 * (replicas - 1)
+        moved = around * second * (table.exchange_bytes[high] - table.exchange_bytes[low])
+        late = around * latency * (table.exchanges[high] - table.exchanges[low])
+        return forward + moved + late, backward + moved / replicas + late
+
+    def ring(self, first: Ints, stop: Ints, spans: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Seconds of a byte, and of a message, on the slowest link of a ring over a stage's replicas."""
+        layout = self.layout
+        safe_first, safe_stop = np.minimum(first, layout.size - 1), np.maximum(stop, 1)
+        port = layout.slowest_port.of(safe_first, np.maximum(safe_stop, safe_first + 1))
+        second: Floats = np.where(spans, layout.nic_s, port)
+        return second, np.where(spans, layout.inter_latency_s, layout.intra_latency_s)
+
     def broken(self, width: int) -> Ints:
         """For each position how many of the groups of that width, laid from there to the end, leave a machine."""
         if width not in self.breaks:
@@ -203,11 +233,7 @@ class Pricer:
         spans: NDArray[np.bool_],
     ) -> tuple[Floats, Floats]:
         """Seconds of each stage's all-reduce, and how many of them are left when its last backward ends."""
-        layout = self.layout
-        safe_first, safe_stop = np.minimum(first, layout.size - 1), np.maximum(stop, 1)
-        port = layout.slowest_port.of(safe_first, np.maximum(safe_stop, safe_first + 1))
-        second = np.where(spans, layout.nic_s, port)
-        latency = np.where(spans, layout.inter_latency_s, layout.intra_latency_s)
+        second, latency = self.ring(first, stop, spans)
         around = 2.0 * (replicas - 1)
         rate = around / replicas * second
         late = np.where((replicas > 1) & (gradients > 0), around * latency, 0.0)

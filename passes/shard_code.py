@@ -1,6 +1,7 @@
-"""A wide stage's generated functions, as the executor calls them on one rank of a tensor group.
+"""Generated functions of a stage whose ranks meet on their way, as the executor calls them on one rank.
 
-They are those of `stage_code`, as generators: they yield where the rank meets the others of its group.
+They are those of `stage_code`, as generators: they yield where the rank meets the others of its tensor
+group, or those that compute the same stage on other rows.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from efftra_fx.collectives import Exchange
 from efftra_fx.meta import Role
 
 from .differentiate import Part, differentiate
-from .shard import Sharded
 from .shard_cuts import Placement
 from .shard_segments import Meeting, Segments
 from .split import StageGraph
 from .stage_code import Example, Flags, Sums, TrainingCode
 
 
-class TensorCode(TrainingCode):
-    """Forward and backward of one rank of a tensor group; every call is a generator, see `Segments`."""
+class MeetingCode(TrainingCode):
+    """Forward and backward of one rank; every call is a generator, see `Segments`."""
 
     def __init__(
         self, stage: StageGraph, flags: Flags, example: Example, rows: int, recompute: bool, device: str
@@ -35,7 +35,7 @@ class TensorCode(TrainingCode):
 
     @property
     def meetings(self) -> tuple[str, ...]:
-        """What the rank sums with its group, in order: the same on all ranks of a group."""
+        """What the rank sums with others, in order: the same on all of them."""
         return tuple(f"{name} {what}" for name, piece in self.pieces.items() for what in piece.sums)
 
     def forward(self, operands: list[Any]) -> Any:
@@ -69,8 +69,8 @@ class TensorCode(TrainingCode):
             sums.put(self.places[index - offset], weights[index - offset])
 
 
-class TensorForward:
-    """A wide stage that only runs forward; recorded anew for operands of each shape."""
+class MeetingForward:
+    """A stage that only runs forward; recorded anew for operands of each shape."""
 
     meetings: tuple[str, ...] = ()
 
@@ -118,17 +118,15 @@ def _segments(part: Part) -> Segments:
     return Segments(part.name, part.graph, part.takes, part.gives, part.consumes)
 
 
-def tensor_code(
-    sharded: Sharded, rank: int, flags: Flags, example: Example, recompute: bool, device: str
-) -> Callable[[int], TensorCode | TensorForward]:
-    """Return what makes (and keeps) the functions of one rank of a group by number of rows."""
-    stage = sharded.stages[rank]
-    local = local_example(example, sharded.parameters, rank)
-    forward = TensorForward(stage, device)
+def meeting_code(
+    stage: StageGraph, flags: Flags, example: Example, recompute: bool, device: str
+) -> Callable[[int], MeetingCode | MeetingForward]:
+    """Return what makes (and keeps) the functions of one rank by number of rows."""
+    forward = MeetingForward(stage, device)
 
     @cache
-    def code(rows: int) -> TensorCode | TensorForward:
-        return TensorCode(stage, flags, local, rows, recompute, device) if flags.any else forward
+    def code(rows: int) -> MeetingCode | MeetingForward:
+        return MeetingCode(stage, flags, example, rows, recompute, device) if flags.any else forward
 
     return code
 
@@ -147,4 +145,4 @@ def local_example(example: Example, placed: Mapping[str, Placement], rank: int) 
     return local
 
 
-__all__ = ["TensorCode", "TensorForward", "local_example", "tensor_code"]
+__all__ = ["MeetingCode", "MeetingForward", "local_example", "meeting_code"]

@@ -65,7 +65,7 @@ class _Wait:
 class Segments:
     """A flat graph as generated pieces; groups of operands and results as in `Part`.
 
-    Calling it gives a generator. It yields (exchange, tensor) to start an exchange with the tensor group
+    Calling it gives a generator. It yields (exchange, tensor) to start an exchange with other ranks
     and is sent a token; it yields (None, token) to wait for it and is sent the result. The tensor is
     contiguous and may be overwritten.
     """
@@ -133,8 +133,9 @@ def _exchange(node: fx.Node) -> Exchange | None:
 def _describe(node: fx.Node) -> str:
     value, exchange = node.meta["val"], _exchange(node)
     assert exchange is not None
-    shape = list(value.shape if exchange.kind == "sum" else exchange.counts)
-    return f"{exchange.kind} {str(value.dtype).removeprefix('torch.')}{shape}"
+    shape = list(exchange.counts or value.shape)
+    where = " over replicas" if exchange.over == "replicas" else ""
+    return f"{exchange.kind} {str(value.dtype).removeprefix('torch.')}{shape}{where}"
 
 
 def _schedule(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, int]]:
@@ -260,7 +261,7 @@ def _is_fresh(operand: Any, reader: fx.Node) -> bool:
 
 
 def run_together(meetings: Sequence[Meeting]) -> list[Any]:
-    """Run the ranks of a group in one process, in lockstep; return what each returns.
+    """Run the ranks of a tensor group, or one of each replica, in one process, in lockstep; return what each returns.
 
     All must meet in the same order; a rank that does not is an AssertionError.
     """
@@ -284,6 +285,8 @@ def run_together(meetings: Sequence[Meeting]) -> list[Any]:
 
 
 def _exchanged(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if exchange.kind == "gather" and exchange.over == "replicas":
+        return [torch.stack(list(tensors)) for _ in tensors]
     if exchange.kind == "gather":
         assert tuple(t.numel() for t in tensors) == exchange.counts, "ranks of a tensor group gather other things"
         return [torch.cat([t.view(-1) for t in tensors]) for _ in tensors]

@@ -79,6 +79,8 @@ class Table:
             known = ", ".join(str(width) for width in sorted({key[0] for key in keys}))
             raise PlanError(f"tensor={tensor}: {chain.name} has costs for tensor width {known} only")
         self.fill()
+        self.exchanges = prefix(np.array([float(block.exchanges) for block in chain.blocks]))
+        self.exchange_bytes = prefix(np.array([float(block.exchange_bytes) for block in chain.blocks]))
         self.cut_bytes, self.cut_whole = self.carried(gradients=False)
         self.back_bytes, self.back_whole = self.carried(gradients=True)
         self.widths = np.array([way.tensor for way in self.ways])

@@ -123,7 +123,7 @@ def verify_programs(
         reductions = _reductions(rank, wiring, expected.devices, expected.widths)
         verify_rank(programs[rank], wiring, expected, reductions)
     _verify_collectives(programs, wiring)
-    _verify_tensor_groups(programs, expected.devices, expected.widths)
+    _verify_meetings(programs, wiring, expected.devices, expected.widths)
     for semantics in SEMANTICS:
         stuck = find_deadlock(programs, semantics)
         if stuck:
@@ -148,22 +148,32 @@ def _reductions(rank: int, wiring: Wiring, devices: Devices, widths: Widths) -> 
     }
 
 
-def _verify_tensor_groups(programs: Mapping[int, RankProgram], devices: Devices, widths: Widths) -> None:
-    """Check that the ranks of a tensor group compute the same things in the same order: they meet in each."""
-    for ranks, width in zip(devices, widths, strict=True):
+def _verify_meetings(programs: Mapping[int, RankProgram], wiring: Wiring, devices: Devices, widths: Widths) -> None:
+    """Check that ranks which meet in their computations compute the same things in the same order.
+
+    Those are the ranks of a tensor group, and the replicas of a synced stage: of these, one without rows of a
+    micro-batch leaves its computations out, and the last one never does.
+    """
+    for stage, (ranks, width) in enumerate(zip(devices, widths, strict=True)):
         for start in range(0, len(ranks) if width > 1 else 0, width):
-            lines = {rank: _computations(programs[rank]) for rank in ranks[start : start + width]}
-            first = ranks[start]
-            for rank, line in lines.items():
-                for (here, mine), (there, other) in zip_longest(lines[first], line, fillvalue=(-1, None)):
-                    if mine != other:
-                        words = [
-                            place(one, at, work) if work is not None else f"the end of rank {one}"
-                            for one, at, work in ((first, here, mine), (rank, there, other))
-                        ]
-                        raise ReduceOrderError(
-                            f"{words[0]} meets {words[1]}: ranks of a tensor group must compute the same, in one order"
-                        )
+            for rank in ranks[start : start + width]:
+                _verify_order(programs, ranks[start], rank, "ranks of a tensor group")
+        for rank in ranks if stage in wiring.synced else ():
+            _verify_order(programs, ranks[-1], rank, "replicas of a synced stage")
+
+
+def _verify_order(programs: Mapping[int, RankProgram], first: int, rank: int, who: str) -> None:
+    line, other = _computations(programs[rank]), _computations(programs[first])
+    own = {work for _, work in line}
+    if programs[rank].replica != programs[first].replica:
+        other = [(at, work) for at, work in other if work in own]
+    for (here, mine), (there, its) in zip_longest(other, line, fillvalue=(-1, None)):
+        if mine != its:
+            words = [
+                place(one, at, work) if work is not None else f"the end of rank {one}"
+                for one, at, work in ((first, here, mine), (rank, there, its))
+            ]
+            raise ReduceOrderError(f"{words[0]} meets {words[1]}: {who} must compute the same, in one order")
 
 
 def _computations(program: RankProgram) -> list[tuple[int, Instruction | None]]:

@@ -38,10 +38,11 @@ from efftra_fx.program import (
 )
 from efftra_fx.program_text import print_instruction
 
-from .meetings import meet
+from .buffers import replicas_with_rows, write_buffers
+from .meetings import Company, meet
 from .parts import assemble, gather_parts, rows_of
 from .step import Action, Batch, BoundaryPart, StageWork, Step, StepResult, TailCode, Tensors, Waiting
-from .transport import Handle, Incoming, Outgoing, Transport, result_of
+from .transport import Handle, Incoming, Outgoing, Transport
 from .weights import Gradients
 
 
@@ -200,7 +201,7 @@ class Executor:
         first, stop = self.cells[micro_batch]
         code = work.code(stop - first)
         differentiate = any(isinstance(i, Backward | BackwardInput | BackwardWeight) for i in self.program.instructions)
-        count, bounds = len(work.sends), work.boundaries
+        count, bounds, company = len(work.sends), work.boundaries, self._company(micro_batch)
         share = (stop - first) / self.program.rows
         salt = (self.program.stage or 0, micro_batch, self.program.replica)
 
@@ -225,7 +226,7 @@ class Executor:
         def together(step: Step) -> Waiting:
             meeting: Any = code.forward(collect(step))
             seed = _mix(step.seed, *salt) if work.random else None
-            outputs, saved = yield from meet(meeting, self.transport, work.together, f"forward m{micro_batch}", seed)
+            outputs, saved = yield from meet(meeting, self.transport, company, f"forward m{micro_batch}", seed)
             finish(step, outputs, saved)
 
         def act(step: Step) -> None:
@@ -248,7 +249,14 @@ class Executor:
             for name, output in zip(work.buffers, outputs[count + len(bounds) :], strict=True):
                 step.buffers[name] = output
 
-        return together if work.together else act
+        return together if work.meets else act
+
+    def _company(self, micro_batch: int) -> Company:
+        """Return whom this rank meets when it computes a micro-batch."""
+        work = self.work
+        assert work is not None
+        beside = replicas_with_rows(self.program, work.beside, micro_batch)
+        return Company(work.together, beside, len(work.beside))
 
     def _bound(self, step: Step, bound: BoundaryPart, output: Tensor, rows: tuple[int, int], share: float) -> None:
         """Count a part's boundary value: towards the loss where that is linear, kept for the join otherwise.
@@ -301,13 +309,13 @@ class Executor:
         work = self.work
         assert work is not None
         first, stop = self.cells[micro_batch]
-        code, defer = work.code(stop - first), self.several
+        code, defer, company = work.code(stop - first), self.several, self._company(micro_batch)
 
         def together(step: Step) -> Waiting:
             gradients = self._output_gradients(step, micro_batch)
             sums = step.gradients.open(code)
             meeting: Any = code.backward(step.saved.pop(micro_batch), gradients, sums, False)
-            values = yield from meet(meeting, self.transport, work.together, f"backward m{micro_batch}")
+            values = yield from meet(meeting, self.transport, company, f"backward m{micro_batch}")
             self._give_values(step, micro_batch, values)
             step.gradients.close(last)
 
@@ -318,18 +326,18 @@ class Executor:
             self._give_values(step, micro_batch, values)
             step.gradients.close(last)
 
-        return together if work.together else act
+        return together if work.meets else act
 
     def _backward_input(self, micro_batch: int) -> Action:
         work = self.work
         assert work is not None
         first, stop = self.cells[micro_batch]
-        code = work.code(stop - first)
+        code, company = work.code(stop - first), self._company(micro_batch)
 
         def together(step: Step) -> Waiting:
             meeting: Any = code.backward_input(step.saved.pop(micro_batch), self._output_gradients(step, micro_batch))
             what = f"backward_input m{micro_batch}"
-            values, step.kept[micro_batch] = yield from meet(meeting, self.transport, work.together, what)
+            values, step.kept[micro_batch] = yield from meet(meeting, self.transport, company, what)
             self._give_values(step, micro_batch, values)
 
         def act(step: Step) -> None:
@@ -337,7 +345,7 @@ class Executor:
             values, step.kept[micro_batch] = code.backward_input(step.saved.pop(micro_batch), gradients)
             self._give_values(step, micro_batch, values)
 
-        return together if work.together else act
+        return together if work.meets else act
 
     def _backward_weight(self, micro_batches: tuple[int, ...], last: bool) -> Action:
         work = self.work
@@ -348,7 +356,7 @@ class Executor:
         def together(step: Step) -> Waiting:
             for micro_batch, code in zip(micro_batches, codes, strict=True):
                 meeting: Any = code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), False)
-                yield from meet(meeting, self.transport, work.together, f"backward_weight m{micro_batch}")
+                yield from meet(meeting, self.transport, self._company(micro_batch), f"backward_weight m{micro_batch}")
             step.gradients.close(last)
 
         def act(step: Step) -> None:
@@ -356,7 +364,7 @@ class Executor:
                 code.backward_weight(step.kept.pop(micro_batch), step.gradients.open(code), defer)
             step.gradients.close(last)
 
-        return together if work.together else act
+        return together if work.meets else act
 
     def _give_values(self, step: Step, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         assert self.work is not None
@@ -410,28 +418,11 @@ class Executor:
             if step.reduced is not None:
                 while not step.reduced.ready():
                     yield step.reduced, "reduce_loss"
-            yield from self._write_buffers(step)
+            if self.work is not None:
+                yield from write_buffers(step, self.work, self.tensors.buffers, self.program, transport)
             transport.drain()
 
         return act
-
-    def _write_buffers(self, step: Step) -> Waiting:
-        """Write new buffer values; replicas take their mean where they are statistics, so that all agree."""
-        work = self.work
-        if work is None:
-            return
-        group = work.group
-        for name in work.buffers:
-            buffer = self.tensors.buffers[name]
-            value = step.buffers.get(name)
-            if len(group) > 1 and name not in work.once and buffer.is_floating_point():
-                mine = torch.zeros(buffer.numel() + 1, dtype=torch.float64, device=self.device)
-                if value is not None:
-                    mine[:-1], mine[-1] = value.reshape(-1), 1.0
-                total = yield from result_of(self.transport.all_reduce(mine, group), "buffers")
-                value = (total[:-1] / total[-1]).view(buffer.shape)
-            if value is not None:
-                buffer.copy_(value)
 
 
 def _key(message: Message) -> tuple[str, int, bool]:

@@ -1,8 +1,13 @@
-"""Run code that meets its tensor group on its way: start each exchange when it is asked for, wait when it is needed."""
+"""Run code that meets other ranks on its way: start each exchange when it is asked for, wait when it is needed.
+
+Ranks meet in two directions: those of a tensor group compute one replica's rows together, those
+beside each other compute the same layers on their own rows of a micro-batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,19 +15,32 @@ from torch import Tensor
 
 from efftra_fx.collectives import Exchange
 
-from .transport import Handle, Then, Transport
+from .transport import Done, Handle, Then, Transport
 
 Meeting = Generator[tuple[Exchange | None, Any], Any, Any]
 
 
+@dataclass(frozen=True)
+class Company:
+    """Whom a rank meets in one computation, itself included.
+
+    `tensor` are the ranks of its tensor group, in the group's own order; `replicas` those beside it that have
+    rows, as (number of the replica, rank), of `count` replicas.
+    """
+
+    tensor: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, int], ...] = ()
+    count: int = 1
+
+
 def meet(
-    meeting: Meeting, transport: Transport, ranks: tuple[int, ...], what: str, seed: int | None = None
+    meeting: Meeting, transport: Transport, company: Company, what: str, seed: int | None = None
 ) -> Generator[tuple[Handle[Any], str], None, Any]:
-    """Run a meeting of `ranks`, in the group's own order, to its end and return what it returns.
+    """Run a meeting to its end and return what it returns.
 
     It yields (exchange, tensor) to start an exchange, which may overwrite the tensor, and is sent a
     handle; it yields (None, handle) to wait, and is sent the result. With a seed, random numbers are drawn as if
-    nothing else ran between: so all ranks of the group draw alike.
+    nothing else ran between: so all ranks of a tensor group draw alike.
     """
     reply: Any = None
     state = None if seed is None else _seeded(seed, transport.device)
@@ -35,8 +53,10 @@ def meet(
         finally:
             if before is not None:
                 state = _swap(before, transport.device)
-        if exchange is not None:
-            reply = start(exchange, thing, transport, ranks)
+        if exchange is not None and exchange.over == "replicas":
+            reply = start_beside(exchange, thing, transport, company)
+        elif exchange is not None:
+            reply = start(exchange, thing, transport, company.tensor)
         else:
             while not thing.ready():
                 yield thing, what
@@ -55,6 +75,23 @@ def start(exchange: Exchange, tensor: Tensor, transport: Transport, ranks: tuple
         return transport.reduce_scatter(_reordered(flat, counts, there), sorted_counts, order)
     back = [order.index(rank) for rank in ranks]
     return Then(transport.all_gather(flat, sorted_counts, order), lambda came: _reordered(came, sorted_counts, back))
+
+
+def start_beside(exchange: Exchange, tensor: Tensor, transport: Transport, company: Company) -> Handle[Tensor]:
+    """Start a sum or a gather over the replicas that have rows; one alone meets nobody."""
+    places = [place for _, place in sorted((rank, place) for place, rank in company.replicas)]
+    order = tuple(sorted(rank for _, rank in company.replicas))
+    if exchange.kind == "sum":
+        return Done(tensor) if len(order) == 1 else transport.all_reduce(tensor, order)
+
+    def spread(came: Tensor) -> Tensor:
+        rows = tensor.new_zeros(company.count, tensor.numel())
+        rows[places] = came.view(len(places), -1)
+        return rows
+
+    size = tensor.numel()
+    handle = Done(tensor) if len(order) == 1 else transport.all_gather(tensor.view(-1), [size] * len(order), order)
+    return Then(handle, spread)
 
 
 def _reordered(flat: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -88,4 +125,4 @@ def _swap(state: State, device: torch.device) -> State:
     return before
 
 
-__all__ = ["meet"]
+__all__ = ["Company", "meet"]

@@ -3,7 +3,8 @@
 Model: a rank does one instruction after another. A message moves once it has been
 posted on both sides and the messages before it between the same two ranks, in the
 same direction, have left; sending costs the rank no time. A computation starts when
-what it receives is there. A collective starts when all its members have come and are
+what it receives is there; in a synced stage it starts and ends together with those of
+the other replicas that have rows of the same micro-batch. A collective starts when all its members have come and are
 done with those before, and costs what a ring costs; only `join` and `update` wait
 for its end. Every time is a maximum or a sum of earlier times, so no
 order of events has to be kept: each rank is followed as far as times are known.
@@ -41,6 +42,7 @@ from efftra_fx.program_text import print_instruction
 from .timeline import Span, Timeline
 
 SCALAR_BYTES = 8
+_COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ class _Run:
             for rank, program in programs.items()
         }
         self.overlap_reduce = overlap_reduce
+        self.meetings: dict[Instruction, list[int]] = {}
+        for rank, program in programs.items():
+            for one in program.instructions if program.synced else ():
+                if isinstance(one, _COMPUTATIONS):
+                    self.meetings.setdefault(one, []).append(rank)
 
     def to_the_end(self) -> None:
         moving = True
@@ -179,6 +186,8 @@ class _Run:
                 needed = [index for index, one in enumerate(self.programs[rank].instructions) if _is_message(one)]
             case _:
                 needed = list(self.awaited[rank].get(self.at[rank], ()))
+        if self.programs[rank].synced and isinstance(instruction, _COMPUTATIONS):
+            return self.compute_together(instruction)
         if not all((rank, index) in self.spans for index in needed):
             return False
         start_s = max([self.clock_s[rank], *(self.spans[rank, index][1] for index in needed)])
@@ -188,6 +197,26 @@ class _Run:
         if isinstance(instruction, Backward | BackwardWeight):
             self.backward_span[rank] = start_s, end_s
         self.finish(rank, start_s, end_s)
+        return True
+
+    def compute_together(self, instruction: Instruction) -> bool:
+        """Follow all ranks that meet in a computation over it, once each of them has come to it."""
+        ranks = self.meetings[instruction]
+        begins = []
+        for rank in ranks:
+            at, program = self.at[rank], self.programs[rank]
+            needed = self.awaited[rank].get(at, ())
+            if at == len(program.instructions) or program.instructions[at] != instruction:
+                return False
+            if not all((rank, index) in self.spans for index in needed):
+                return False
+            begins.append(max([self.clock_s[rank], *(self.spans[rank, index][1] for index in needed)]))
+        start_s = max(begins)
+        end_s = start_s + max(self.durations.of(rank, instruction, self.rows[rank]) for rank in ranks)
+        for rank in ranks:
+            if isinstance(instruction, Backward | BackwardWeight):
+                self.backward_span[rank] = start_s, end_s
+            self.finish(rank, start_s, end_s)
         return True
 
     def finish(self, rank: int, start_s: float, end_s: float) -> None:

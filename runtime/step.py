@@ -66,7 +66,14 @@ class StageWork:
     random: bool
     once: frozenset[str] = frozenset()  # buffers written once a step, from their value at its start
     group: tuple[int, ...] = ()  # the stage's ranks, which agree on buffers at the end of a step
-    together: tuple[int, ...] = ()  # the replica's ranks, where it is wider than one: the code's calls are meetings
+    together: tuple[int, ...] = ()  # the replica's ranks, where it is wider than one
+    beside: tuple[int, ...] = ()  # by replica, the rank that this one meets; none where each computes alone
+    shared: frozenset[str] = frozenset()  # buffers that all replicas compute from the rows of all
+
+    @property
+    def meets(self) -> bool:
+        """Say whether the code's calls are meetings with other ranks."""
+        return bool(self.together or self.beside)
 
 
 @dataclass

@@ -125,6 +125,22 @@ def last_backwards(plan: Plan, times: list[tuple[float, float]], there: list[flo
     return free
 
 
+def exchange(stage: Stage, chain: Chain, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the replicas' exchanges in one micro-batch, one message of a ring after another."""
+    machines = {cluster.devices[device].machine for device in stage.devices}
+    link = cluster.links.inter if len(machines) > 1 else cluster.links.intra[min(machines)]
+    forward = backward = 0.0
+    for index in stage.blocks:
+        block = chain.blocks[index]
+        for _ in range(block.exchanges if stage.replicas > 1 else 0):
+            assert link is not None
+            size = block.exchange_bytes / block.exchanges
+            for _ in range(2 * (stage.replicas - 1)):
+                forward += link.latency_s + size / link.bandwidth_bytes_per_s
+                backward += link.latency_s + size / stage.replicas / link.bandwidth_bytes_per_s
+    return forward, backward
+
+
 def step_seconds(
     plan: Plan, chain: Chain, cluster: Cluster, rows: int, overlap: bool, whole: bool, forwarded: bool
 ) -> float:
@@ -139,7 +155,9 @@ def step_seconds(
         a, b = plan.stages[index], plan.stages[index + 1]
         there.append(message(a, b, cluster, size, crossing_bytes(plan, chain, index, forwarded, False), whole))
         back.append(message(b, a, cluster, size, crossing_bytes(plan, chain, index, forwarded, True), whole))
-    ends = last_backwards(plan, [(forward, sum(backward)) for forward, backward in costs], there, back)
+    met = [exchange(stage, chain, cluster) for stage in plan.stages]
+    times = [(f + more, sum(b) + again) for (f, b), (more, again) in zip(costs, met, strict=True)]
+    ends = last_backwards(plan, times, there, back)
     jobs = []
     for index, stage in enumerate(plan.stages):
         members = stage.replicas

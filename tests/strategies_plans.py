@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from efftra_fx.cluster import Cluster, Device, Link, Links
@@ -27,6 +29,8 @@ def chains(draw: st.DrawFn, most: int = 7, skips: bool = True, recompute: bool =
         weight = draw(BYTES)
         trained = weight if draw(st.booleans()) else 0
         cost = NodeCost(f"b{index}", draw(timings()), draw(timings()), weight, trained, 1000, draw(BYTES) / 100)
+        if draw(st.integers(0, 3)) == 3:
+            cost = replace(cost, exchanges=draw(st.integers(1, 3)), exchange_bytes=draw(BYTES) / 100)
         blocks.append(cost.with_recompute() if recompute else cost)
     crossings = []
     for index in range(size - 1):

@@ -88,3 +88,12 @@ def test_a_report_matches_only_if_loss_and_gradients_do() -> None:
     assert not CheckReport(2.0, 2.0, 1e-3, "w", 1e-9, 1.0, 2.0).matches
     noted = CheckReport(2.0, 2.0, 0.0, "w", 1e-9, 1.0, 2.0, ("statistics of each part",))
     assert "note              statistics of each part" in str(noted)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_may_be_other_rounding() -> None:
+    large = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    noise, other = torch.tensor([3e-16], dtype=torch.float64), torch.tensor([-8e-16], dtype=torch.float64)
+    worst, _, tolerance = compare_gradients({"w": large, "b": noise}, {"w": large, "b": other})
+    assert worst <= tolerance
+    worst, name, tolerance = compare_gradients({"w": large, "b": noise}, {"w": large, "b": other * 1e4})
+    assert worst > tolerance and name == "b"

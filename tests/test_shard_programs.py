@@ -21,7 +21,7 @@ from efftra_fx.program_text import parse_program, print_program
 
 @st.composite
 def wide_cases(draw: st.DrawFn) -> Case:
-    """Draw a case and make its stages wide; what several stages share has partial gradients."""
+    """Draw a case and make its stages wide, some synced; what several stages share has partial gradients."""
     case = draw(cases(max_stages=3, max_rows=7))
     widths = [draw(st.sampled_from((1, 2, 2, 3))) for _ in case.plan.stages]
     counts = [min(len(stage.devices), 2) * width for stage, width in zip(case.plan.stages, widths, strict=True)]
@@ -34,7 +34,8 @@ def wide_cases(draw: st.DrawFn) -> Case:
         replace(p, partial=any(widths[s] > 1 for s in p.stages) and (len(p.stages) > 1 or draw(st.booleans())))
         for p in case.wiring.parameters
     )
-    wiring = replace(case.wiring, parameters=parameters)
+    synced = tuple(s for s, stage in enumerate(stages) if stage.replicas > 1 and draw(st.booleans()))
+    wiring = replace(case.wiring, parameters=parameters, synced=synced)
     return replace(case, plan=replace(case.plan, stages=stages), wiring=wiring, ranks=sum(counts))
 
 
@@ -110,13 +111,13 @@ def test_a_member_that_leaves_out_a_computation_holds_up_its_group() -> None:
 
 
 def test_the_order_of_meetings_is_compared_before_anything_else_waits() -> None:
-    from efftra_fx.passes.verify import _verify_tensor_groups
+    from efftra_fx.passes.verify import _verify_meetings
 
-    programs, *_ = two_wide()
+    programs, wiring, _ = two_wide()
     works = [one for one in programs[1].instructions if isinstance(one, Forward)]
     turned = replace(programs[1], instructions=tuple(works[::-1]))
     with pytest.raises(ReduceOrderError, match="must compute the same"):
-        _verify_tensor_groups({**programs, 1: turned}, ((0, 1, 2, 3), (4,)), (2, 1))
+        _verify_meetings({**programs, 1: turned}, wiring, ((0, 1, 2, 3), (4,)), (2, 1))
 
 
 def test_widths_other_than_the_plan_says_are_caught() -> None:
