@@ -26,10 +26,11 @@ from efftra_fx.build import (
     place,
     stage_times,
 )
-from efftra_fx.check import CheckReport, compare_gradients, loss_tolerance, one_device_step
+from efftra_fx.check import CheckReport, compare_gradients, loss_tolerance, one_device_graph, one_device_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
 from efftra_fx.cost import CostTable
+from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
@@ -96,6 +97,7 @@ def compile(
     costs: CostTable | str = "measured",
     optimizer_states: float = 2.0,
     batch_norm: str = "local",
+    rng: str = "plan",
     timeout: float = 300.0,
     dump: str | Path | None = None,
     progress: bool | None = None,
@@ -115,6 +117,8 @@ def compile(
     `batch_norm` says over which rows a BatchNorm in training takes its statistics: "local" (those of a micro-batch
     that are on one replica), "synced" (all rows of a micro-batch) or "exact" (the whole batch, as on one device:
     the plan then has one micro-batch).
+    `rng` says what random numbers depend on besides the seed: with "plan" the same seed and the same plan draw the
+    same masks; with "layout_free" every plan draws the masks that one device would.
     `progress` shows a bar while blocks are measured, and what each part of the compilation took (default: on
     terminals).
     `keep_memory` makes this process keep memory that it frees (on CPUs, with glibc): steps with large tensors
@@ -137,6 +141,7 @@ def compile(
         costs=costs,
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
+        rng=rng,
     )
     if keep_memory:
         keep_freed_memory()
@@ -292,9 +297,8 @@ class CompiledModel:
         if self._built is None:
             self.build(args, kwargs, target)
         form, batch = self._batch(args, kwargs, target)
-        # A model that draws nothing leaves the caller's random state alone, as it would on one device.
-        random = any(self._forms[form].back.random)
-        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if random else 0
+        front, back = self._forms[form].front, self._forms[form].back
+        seed = self._seed(front.alone is not None or front.tail.random, back.random)
         results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
         self._add_gradients(results)
         if scaler is not None:
@@ -307,6 +311,21 @@ class CompiledModel:
                 scaler.update()
             self.optimizer.zero_grad()
         return _loss(results)
+
+    def _seed(self, alike: bool, random: Sequence[bool]) -> int:
+        """Draw the seed of a step; a model that draws nothing leaves the caller's random state alone.
+
+        Where several ranks must draw `alike`, rank 0's counts; that is a collective call.
+        """
+        if not alike and not any(random):
+            return 0
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        if alike or any(one is not None for one in self.built.back.sharded):
+            seed = self.world.broadcast(seed)
+        return seed
+
+    def _with_keys(self, batch: Batch, seed: int) -> Batch:
+        return replace(batch, tensors={**batch.tensors, **keys_of(seed, batch.rows, self.world.device)})
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[int, Batch]:
         """Return the checked global batch and the number of its form; raises on every rank where any rank's is wrong.
@@ -355,6 +374,8 @@ class CompiledModel:
 
     def _run(self, form: int, batch: Batch, seed: int, scale: float = 1.0) -> dict[int, StepResult]:
         executors = self._prepare(batch.rows, form)
+        if self._forms[form].front.alone is not None:
+            batch = self._with_keys(batch, seed)
         refresh_copies(self.built)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
@@ -446,7 +467,7 @@ class CompiledModel:
             evaluation = self._evaluation(call, tensors)
             dims = dict(zip(call.tensor_names, evaluation.dims, strict=True))
             rows = next(t.shape[d] for t, d in zip(tensors, evaluation.dims, strict=True) if d is not None)
-            batch = Batch(rows, self._named(call, tensors), dims)
+            batch = Batch(rows, self._named(call, tensors), {**dims, **KEY_DIMS})
         except EfftraError as error:
             problem = error
         self.calls += 1
@@ -455,7 +476,9 @@ class CompiledModel:
             assert problem is not None
             raise problem
         refresh_copies(self.built)
-        return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch)
+        seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
+        batch = self._with_keys(batch, seed) if evaluation.alike else batch
+        return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
 
     def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
         shapes = [[size for d, size in enumerate(t.shape) if d] for t in tensors]
@@ -469,7 +492,8 @@ class CompiledModel:
         owners = {p.name: p.stages for p in self.wiring.parameters}
         sharded, device = self.built.back.sharded, self.world.device.type
         dims = {**self.built.front.dims, **self.options.batch_dims}
-        found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device, dims)
+        alike = self.options.rng == "layout_free"
+        found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device, dims, alike)
         forms.append(found)
         del forms[:-MOST_VARIANTS]
         return found
@@ -494,42 +518,48 @@ class CompiledModel:
         if self._built is None:
             self.build(args, kwargs, target)
         state = self.state_dict()
-        times, results = self._timed_steps(args, kwargs, target, max(repeats, 1))
+        times, results, form, batch = self._timed_steps(args, kwargs, target, max(repeats, 1))
         gradients = self._whole_gradients(results)
         found: list[Any] = []
         if self.world.first:
             call, tensors = read_call(self.model.forward, args, kwargs, target)
+            front = self._forms[form].front
             runs = [
                 one_device_step(self.model, state, call, list(tensors), self.options.loss_fn, 0)
+                if front.alone is None
+                else one_device_graph(front.alone, front.tensors, state, self._with_keys(batch, 0).tensors)
                 for _ in range(max(repeats, 1))
             ]
-            alone, expected, _ = runs[-1]
-            found = [alone, *compare_gradients(expected, gradients), median(run[2] for run in runs)]
+            loss, expected, _ = runs[-1]
+            found = [loss, *compare_gradients(expected, gradients), median(run[2] for run in runs)]
         one_loss, worst, name, tolerance, one_s = self.world.broadcast(found)
         notes = self.built.front.notes
-        loss = _loss(results)
-        apart = max(loss_tolerance(loss.dtype), tolerance)
-        report = CheckReport(float(loss), one_loss, worst, name, tolerance, median(times), one_s, notes, apart)
+        planned = _loss(results)
+        apart = max(loss_tolerance(planned.dtype), tolerance)
+        report = CheckReport(float(planned), one_loss, worst, name, tolerance, median(times), one_s, notes, apart)
         if show and self.world.first:
             print(report)
         return report
 
     def _timed_steps(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, repeats: int
-    ) -> tuple[list[float], dict[int, StepResult]]:
-        """Run steps that leave no trace in buffers and gradients; return their seconds and the last results."""
+    ) -> tuple[list[float], dict[int, StepResult], int, Batch]:
+        """Run steps that leave no trace in buffers and gradients.
+
+        Returns their seconds, the last one's results, and the form and the batch that they were.
+        """
         before = {rank: {n: b.clone() for n, b in t.buffers.items()} for rank, t in self.built.tensors.items()}
         times: list[float] = []
         results: dict[int, StepResult] = {}
+        form, batch = self._batch(args, kwargs, target)
         for _ in range(repeats):
-            form, batch = self._batch(args, kwargs, target)
             begin = time.perf_counter()
             results = self._run(form, batch, 0)
             times.append(time.perf_counter() - begin)
             for rank, held in self.built.tensors.items():
                 for name, buffer in held.buffers.items():
                     buffer.copy_(before[rank][name])
-        return times, results
+        return times, results, form, batch
 
     def _whole_gradients(self, results: Mapping[int, StepResult]) -> dict[str, Tensor]:
         mine: dict[str, Tensor] = {}
@@ -564,8 +594,9 @@ class CompiledModel:
     def graph(self) -> fx.GraphModule:
         """The distributed graph: every part's computation a call, every message a node, the loss at the end.
 
-        It takes the model's own parameters, buffers, constants and inputs, for the batch size that was compiled
-        for, and can be called in one process: it gives the model's loss, and autograd its gradients.
+        It takes the model's own parameters, buffers, constants and inputs (with rng="layout_free" also the keys of
+        a step), for the batch size that was compiled for, and can be called in one process: it gives the model's
+        loss, and autograd its gradients.
         """
         front, back = self.built.front, self.built.back
         comm = InsertComm(back.plan, back.wiring, back.stages, front.tail, front.dims, front.rows, front.counters)

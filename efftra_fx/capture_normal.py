@@ -21,6 +21,7 @@ _CHECKS = frozenset(
         aten._assert_async.default,
     }
 )
+_LIKE_ONLY = frozenset({aten.randint_like.default, aten.randint_like.low_dtype})
 
 
 def make_normal(graph: fx.Graph) -> None:
@@ -32,6 +33,10 @@ def make_normal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # an operator may lay its real result out unlike its traced one
+        elif node.target in _LIKE_ONLY:
+            _read_shape_only(graph, node)
+        elif node.target is aten.rrelu.default:
+            _spell_random_leak(graph, node)
         elif node.target is aten.copy.default:
             _spell_copy(graph, node)
         elif node.target is aten.masked_select.default and node.users and all(is_opaque(u.target) for u in node.users):
@@ -57,6 +62,30 @@ def _pad_selection(graph: fx.Graph, node: fx.Node) -> None:
         padded = graph.call_function(aten.gather.default, (values, 1, places))
         _like(padded, node, values.meta["val"].clone())
     node.replace_all_uses_with(padded)
+    graph.erase_node(node)
+
+
+def _read_shape_only(graph: fx.Graph, node: fx.Node) -> None:
+    """Let an operator that reads a tensor's shape and has no derivative take it detached."""
+    like: Any = node.args[0]
+    with graph.inserting_before(node):
+        node.replace_input_with(like, _like(graph.call_function(aten.detach.default, (like,)), node, like.meta["val"]))
+
+
+def _spell_random_leak(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace an operator that writes its slopes into memory of its own by one that returns them."""
+    x, lower, upper, training = (*node.args, *(0.125, 1 / 3, False)[len(node.args) - 1 :])[:4]
+    if not training:
+        return
+    with graph.inserting_before(node):
+        fake: Any = x.meta["val"]  # type: ignore[union-attr]
+        noise = _like(graph.call_function(aten.zeros_like.default, (x,)), node, fake.detach())
+        args = (x, noise, lower, upper, True)
+        both = _like(graph.call_function(aten.rrelu_with_noise_functional.default, args), node, (fake, fake.detach()))
+        slopes = _like(graph.call_function(operator.getitem, (both, 1)), node, fake.detach())
+        # The slopes are 1 where x is positive; the operator's own derivative takes those that it was given.
+        leaked = _like(graph.call_function(aten.mul.Tensor, (x, slopes)), node, node.meta["val"])
+    node.replace_all_uses_with(leaked)
     graph.erase_node(node)
 
 

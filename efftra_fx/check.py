@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from efftra_fx.meta import ROLE
 from efftra_fx.signature import Call
 from efftra_fx.trace import LossFn, loss_of
 
@@ -82,6 +83,37 @@ def one_device_step(
             for tensor, value in zip(own, before, strict=True):
                 tensor.copy_(value)
     gradients = {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
+    return float(loss.detach()), gradients, seconds
+
+
+def one_device_graph(
+    gm: fx.GraphModule,
+    held: Mapping[tuple[str, str], Tensor],
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+) -> tuple[float, dict[str, Tensor], float]:
+    """Run the captured step on the whole batch, with the random numbers that `inputs` give it.
+
+    `held` has the model's tensors by (kind, name); those in `state` are taken from there. Returns loss, gradients by
+    name, and seconds.
+    """
+    roles = [ROLE[node] for node in gm.graph.nodes if node.op == "placeholder"]
+    operands, wanted = [], {}
+    for role in roles:
+        if role.kind == "input":
+            operands.append(inputs[role.name])
+            continue
+        tensor = held[role.kind, role.name].detach()
+        tensor = state[role.name].to(tensor.device) if role.kind != "constant" and role.name in state else tensor
+        if role.trainable:
+            tensor = wanted[role.name] = tensor.clone().requires_grad_()
+        operands.append(tensor)
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        begin = time.perf_counter()
+        loss = gm(*operands)[0]
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        seconds = time.perf_counter() - begin
+    gradients = {name: g.detach() for name, g in zip(wanted, found, strict=True) if g is not None}
     return float(loss.detach()), gradients, seconds
 
 

@@ -1,6 +1,6 @@
 """The straight line from a model to programs, top to bottom.
 
-capture → separate-means → prove-batch → tail → annotate-shapes → blocks → measure → partition
+capture → (layout-free) → separate-means → prove-batch → tail → annotate-shapes → blocks → measure → partition
         → split-stages → wire → (for each batch size) lower → verify
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
+from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph
 from efftra_fx.errors import BatchError, CaptureError, CoverageError, InputError, LossError, MemoryPlanError, PlanError
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
@@ -24,6 +25,7 @@ from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
 from efftra_fx.passes.explain import explain
+from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.partition import Planned, partition, shortage
@@ -63,6 +65,7 @@ class Options:
     batch_norm: str = "local"
     costs: CostTable | str = "measured"
     optimizer_states: float = 2.0
+    rng: str = "plan"  # or "layout_free"
     check_capture: bool = True
 
 
@@ -105,6 +108,7 @@ class Front:
     counters: frozenset[str]
     pairwise: str | None  # a module that needs two rows or more in every part: it normalises over rows alone
     statistics: str = ""  # over which rows norms take them: "local", "synced" or "exact"; "" where there are none
+    alone: fx.GraphModule | None = None  # the step of one device, where it draws the numbers that any plan draws
 
 
 @dataclass(frozen=True)
@@ -235,8 +239,16 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     begin = time.perf_counter()
     values = model_tensors(model, options.loss_fn, captured.gm)
     loss_dtype = next(n for n in captured.gm.graph.nodes if n.op == "output").args[0][0].meta["val"].dtype
+    names, alone, gm = list(call.tensor_names), None, captured.gm
+    if options.rng == "layout_free":
+        gm = run_passes(gm, (LayoutFree(dims),), ("role", "outputs"), lambda name, graph, _: report.graph(name, graph))
+        if draws_alike(gm):
+            alone = copy_graph(gm)
+            names, dims = [*names, *KEY_DIMS], (*dims, *KEY_DIMS.values())
+            tensors = (*tensors, *keys_of(0, rows, tensors[0].device).values())
+            small = [*small, *keys_of(0, rows_of(small, dims), tensors[0].device).values()]
     gm = run_passes(
-        captured.gm,
+        gm,
         (SeparateMeans(dims), ProveBatch(values, small, dims)),
         ("role", "outputs"),
         lambda name, graph, _: report.graph(name, graph),
@@ -253,7 +265,6 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         lambda name, graph, _: report.graph(name, graph),
     )
     report.timed("prove batch", begin)
-    names = call.tensor_names
     by_name = dict(zip(names, dims, strict=True))
     return Front(
         captured,
@@ -268,7 +279,24 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         counters,
         pairwise,
         options.batch_norm if norms else "",
+        alone,
     )
+
+
+def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
+    """Return the number of rows of tensors that have them along these dimensions."""
+    return next(t.shape[d] for t, d in zip(tensors, dims, strict=False) if d is not None)
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph again, so that passes may change one of the two."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    copy = fx.GraphModule(gm, graph)
+    OUTPUTS[copy], CONSTANTS[copy] = OUTPUTS[gm], CONSTANTS[gm]
+    return copy
 
 
 def _opaque_notes(captured: Captured) -> tuple[str, ...]:

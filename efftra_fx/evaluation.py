@@ -11,10 +11,12 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.build import connections, tensor_group
 from efftra_fx.capture_guards import Guards
-from efftra_fx.compiler import find_batch, model_tensors, proof_inputs
+from efftra_fx.compiler import find_batch, model_tensors, proof_inputs, rows_of
+from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
-from efftra_fx.passes.batch import ProveBatch
+from efftra_fx.passes.batch import ProveBatch, is_random
+from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.shard import Sharded, shard_stage
@@ -27,7 +29,7 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.runtime.executor import Executor
+from efftra_fx.runtime.executor import Executor, drawing
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
@@ -48,6 +50,8 @@ class Evaluation:
     out_tree: Any
     guards: Guards | None
     wide: tuple[tuple[MeetingForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
+    random: tuple[bool, ...]  # by stage: whether it draws random numbers
+    alike: bool  # whether it reads the keys of random numbers that any plan draws
 
 
 def compile_evaluation(
@@ -59,6 +63,7 @@ def compile_evaluation(
     sharded: Sequence[Sharded | None],
     device: str,
     batch_dims: Mapping[str, int | None],
+    layout_free: bool = False,
 ) -> Evaluation:
     """Capture the model in eval mode and lay it over the stages that hold its parameters.
 
@@ -80,8 +85,13 @@ def compile_evaluation(
             "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
             "take sizes from the tensors (x.shape[0]) and not from constants"
         )
-    gm = SeparateMeans(dims)(captured.gm)
-    gm = ProveBatch(model_tensors(model, None, gm), small, dims)(gm)
+    gm = LayoutFree(dims)(captured.gm) if layout_free else captured.gm
+    alike, places = draws_alike(gm), dims
+    if alike:
+        places = (*dims, *KEY_DIMS.values())
+        small = [*small, *keys_of(0, rows_of(small, dims), small[0].device).values()]
+    gm = SeparateMeans(places)(gm)
+    gm = ProveBatch(model_tensors(model, None, gm), small, places)(gm)
     _drop_buffer_news(gm)
     gm, tail = split_tail(gm, training=False)
     assign_by_parameters(gm, owners, len(plan.stages))
@@ -90,7 +100,8 @@ def compile_evaluation(
     wide = tuple(
         () if one is None else _wide_forward(stage, one, device) for stage, one in zip(stages, sharded, strict=True)
     )
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, wide)
+    random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, wide, random, alike)
 
 
 def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[MeetingForward, ...]:
@@ -150,7 +161,7 @@ def _sent_on(gm: fx.GraphModule, operand: fx.Node, stage: int) -> fx.Node:
 
 
 def run_evaluation(
-    evaluation: Evaluation, plan: Plan, world: World, tensors: Mapping[int, Tensors], batch: Batch
+    evaluation: Evaluation, plan: Plan, world: World, tensors: Mapping[int, Tensors], batch: Batch, seed: int = 0
 ) -> Any:
     """Run forward over the stages and return the model's output, the same on every rank; a collective call."""
     programs = lower(plan, evaluation.wiring, batch.rows, ranks=world.size)
@@ -170,9 +181,10 @@ def run_evaluation(
             codes = evaluation.wide[program.stage]
             code = codes[program.tensor] if codes else forward_code(graph)
             group = tensor_group(plan, transport.rank)
-            stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: code, False, together=group)
+            draws = evaluation.random[program.stage]
+            stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: code, draws, together=group)
         executor = Executor(program, values, stage, tensors[transport.rank], None, transport, {})
-        result = yield from executor.run(batch)
+        result = yield from executor.run(batch, seed)
         joined = yield from gather_parts(transport, everyone, bounds, result.parts, "gathering outputs")
         transport.drain("gathering outputs")
         return joined
@@ -180,5 +192,6 @@ def run_evaluation(
     with torch.no_grad():
         joined = world.run(work)[0]
         function = TailFunction(evaluation.tail, tensors[world.ranks[0]].buffers, 0, world.device)
-        flat = function.results(batch, joined)
+        with drawing(seed if function.random else None, world.device):
+            flat = function.results(batch, joined)
     return evaluation.out_tree.rebuild(list(flat))

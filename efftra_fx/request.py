@@ -46,6 +46,7 @@ def read_options(
     costs: CostTable | str,
     optimizer_states: float,
     batch_norm: str,
+    rng: str,
 ) -> Options:
     """Return the options of a compilation; raise PlanError where they cannot be meant, or not together."""
     stages, micro_batches = _count("stages", stages), _count("micro_batches", micro_batches)
@@ -71,6 +72,8 @@ def read_options(
         )
     if batch_norm not in BATCH_NORMS:
         raise PlanError(f"batch_norm must be one of {', '.join(BATCH_NORMS)}, got {batch_norm!r}")
+    if rng not in ("plan", "layout_free"):
+        raise PlanError(f"rng must be 'plan' (masks depend on the plan) or 'layout_free' (they do not), got {rng!r}")
     return Options(
         loss_fn=loss_fn,
         stages=stages,
@@ -84,6 +87,7 @@ def read_options(
         costs=costs,
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
+        rng=rng,
     )
 
 

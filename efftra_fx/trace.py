@@ -420,10 +420,10 @@ def _plain_graph(
     for target, kind in mutated:
         if kind is OutputKind.USER_INPUT_MUTATION:
             raise CaptureError(f"the model writes into its input '{target}' in place; clone it in forward first")
+    make_normal(gm.graph)
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     values = list(output.args[0])
     news, results = values[: len(mutated)], values[len(mutated) :]
-    make_normal(gm.graph)
     _note_places(gm.graph, step)
     written = tuple(names.get(str(t), _bare(str(t))) for t, _ in mutated)
     results, guards = _split_guards(gm, results, asked, written, constants)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from efftra_fx.draws import KEEP, UNIFORM
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
 
 from .means import argument, with_argument
+from .slices import draws
 
 _TOLERANCE = 1e-9
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -122,11 +124,7 @@ def mark_free(gm: fx.GraphModule) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Say whether a node draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    probability = argument(node, "dropout_p")
-    return probability is None or bool(probability)
+    return draws(node)
 
 
 def _moved(tensor: Tensor) -> Tensor:
@@ -192,6 +190,10 @@ class _Recorder(fx.Interpreter):
         if is_random(node):
             return _without_chance(node, args, kwargs)
         target: Any = node.target
+        if target is torch.ops.aten.sort.default and node.args[0].target is UNIFORM:  # type: ignore[union-attr]
+            return args[0].flip(-1), torch.arange(args[0].shape[-1], device=args[0].device).flip(-1)  # never in place
+        if target is KEEP:
+            return torch.ones_like(target(*args, **kwargs))  # what a mask drops would hide how it follows the batch
         try:
             return target(*_wide_types(args), **_wide_types(kwargs))
         except RuntimeError:  # an operator that knows no doubles computes in single precision
@@ -214,15 +216,20 @@ def _without_chance(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     target: Any = node.target
     if target is torch.ops.aten.native_dropout.default:
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    for name, calm in (("dropout_p", 0.0), ("dropout", 0.0), ("p", 0.0)):
-        if argument(node, name) is not None and name in [a.name for a in target._schema.arguments]:
-            positions = [a.name for a in target._schema.arguments]
-            where = positions.index(name)
-            if where < len(args):
-                return target(*args[:where], calm, *args[where + 1 :], **kwargs)
-            return target(*args, **{**kwargs, name: calm})
-    value = target(*args, **kwargs)
-    return torch.full_like(value, 0.5 if value.is_floating_point() else 0)
+    names = [a.name for a in target._schema.arguments]
+    calm = {name: 0.0 for name in ("dropout_p", "dropout") if name in names}
+    if "p" in names and "train" in names:
+        calm["p"] = 0.0
+    if "training" in names:
+        calm["training"] = False
+    for name, value in calm.items():
+        where = names.index(name)
+        if where < len(args):
+            args = (*args[:where], value, *args[where + 1 :])
+        else:
+            kwargs = {**kwargs, name: value}
+    result = target(*args, **kwargs)
+    return result if calm else torch.full_like(result, 0.5 if result.is_floating_point() else 0)
 
 
 def evaluate_nodes(

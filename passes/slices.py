@@ -84,10 +84,19 @@ def is_random(node: fx.Node) -> bool:
     """Tell whether a node draws random numbers, or picks from one that does."""
     if node.target is operator.getitem:
         return is_random(node.all_input_nodes[0])
+    return draws(node)
+
+
+def draws(node: fx.Node) -> bool:
+    """Tell whether an operator's call draws random numbers, as its arguments are."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    dropout = argument(node, "dropout_p")
-    return not (isinstance(dropout, float) and dropout == 0.0)  # attention draws only for its dropout
+    if argument(node, "train") is False or argument(node, "training") is False:
+        return False
+    if argument(node, "dropout_p") == 0.0:  # attention draws only for its dropout
+        return False
+    between = argument(node, "dropout")  # a recurrent net draws only between its layers
+    return between is None or (between > 0 and argument(node, "num_layers") > 1)
 
 
 def is_check(node: fx.Node) -> bool:

@@ -21,6 +21,8 @@ from torch import fx
 from efftra_fx.errors import LossError
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 
+from .slices import draws
+
 aten = torch.ops.aten
 _KEEPS = frozenset(
     {
@@ -78,6 +80,11 @@ class Tail:
     gm: fx.GraphModule
     boundaries: tuple[Boundary, ...]
     linear: bool
+
+    @property
+    def random(self) -> bool:
+        """Say whether it draws random numbers."""
+        return any(n.op == "call_function" and draws(n) for n in self.gm.graph.nodes)
 
     @property
     def needs_inputs(self) -> bool:

@@ -35,15 +35,16 @@ class TailFunction:
         self.roles = [ROLE[n] for n in tail.gm.graph.nodes if n.op == "placeholder"]
         self.examples = {n.name: n.meta["val"] for n in tail.gm.graph.nodes if n.op == "placeholder"}
         self.by_size: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
-        self.reads_values = _reads_values(tail)
+        self.random = tail.random
+        self.changes = self.random or _reads_values(tail)
 
     def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return dT/dS for each boundary, and T where every S is zero; only for a linear tail."""
-        if not self.reads_values and batch.rows in self.by_size:
+        if not self.changes and batch.rows in self.by_size:
             return self.by_size[batch.rows]
         zeros = {b.name: self._zero(b.name) for b in self.tail.boundaries}
         loss, seeds = self.join(batch, zeros)
-        if not self.reads_values:
+        if not self.changes:
             self.by_size[batch.rows] = seeds, loss
         return seeds, loss
 

@@ -13,7 +13,8 @@ each rank has its own process it is simply run to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, assert_never
 
 import torch
@@ -86,7 +87,8 @@ class Executor:
         clock = self.clock
         with torch.no_grad():
             if self.tail is not None and self.tail.linear and self.work is not None and self.work.boundaries:
-                step.seeds, step.constant = self.tail.seeds(batch)
+                with drawing(seed if self.tail.random else None, self.device):
+                    step.seeds, step.constant = self.tail.seeds(batch)
             for index, needs, action in self.actions:
                 begin = clock() if clock else 0.0
                 for key in needs:
@@ -231,11 +233,7 @@ class Executor:
 
         def act(step: Step) -> None:
             operands = collect(step)
-            if work.random:
-                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                    torch.manual_seed(_mix(step.seed, *salt))
-                    outputs, saved = code.forward(operands)
-            else:
+            with drawing(_mix(step.seed, *salt) if work.random else None, self.device):
                 outputs, saved = code.forward(operands)
             finish(step, outputs, saved)
 
@@ -388,7 +386,8 @@ class Executor:
 
         def act(step: Step) -> Waiting:
             values = yield from gather_parts(transport, join.ranks, bounds, step.parts, print_instruction(join))
-            loss, step.seeds = tail.join(step.batch, values)
+            with drawing(step.seed if tail.random else None, self.device):
+                loss, step.seeds = tail.join(step.batch, values)
             step.loss = loss / len(join.ranks)
             step.parts.clear()
 
@@ -452,6 +451,17 @@ def _last_sends(instructions: Sequence[Instruction]) -> frozenset[Send]:
         if isinstance(instruction, Send):
             last[_key(instruction)] = instruction
     return frozenset(last.values())
+
+
+@contextmanager
+def drawing(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from this seed meanwhile; with None nothing is drawn."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _mix(*numbers: int) -> int:

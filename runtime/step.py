@@ -98,6 +98,7 @@ class TailCode(Protocol):
     """The part of the loss that is computed once for the whole batch."""
 
     linear: bool
+    random: bool  # draws random numbers: every rank that computes it must draw the same
     constant_stage: int  # the stage whose first replica adds the loss's constant term
 
     def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
