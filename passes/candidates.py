@@ -7,6 +7,7 @@ A batch is bounded, replayed and, where the best changes, priced once more by
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field, replace
 
@@ -17,13 +18,14 @@ from efftra_fx.cost import Chain
 from efftra_fx.plan import Plan, Stage
 
 from .evaluate import Figures, evaluate
-from .pricing import IMPOSSIBLE, Batch, Pricer
-from .replay import formula_steps, in_flight, lower_bounds, missing_bytes, steps
+from .pricing import IMPOSSIBLE, Batch, Pricer, Prices
+from .replay import formula_steps, in_flight, lower_bounds, missing_bytes, queues, steps
 from .rules import Rules
 from .table import Floats, Ints, Layout, Table
 
 MOST_REPLAYED = 6000  # micro-batches of a batch of plans; those plans that the closed form likes best
 LEAST_REPLAYED = 24  # plans
+FIRST_REPLAYED = 64  # plans at once; the rest only where they may still be better
 ROUNDING = 1 + 1e-9  # a bound may come out a little above a step that it equals
 CLOSE = 1.0001  # times the lower bound: good enough to stop
 
@@ -117,12 +119,18 @@ class Search:
         return bool(self.limited)
 
     def offer(
-        self, layout: Layout, micro_batches: int, settings: tuple[Setting, ...], batch: Batch, prune: float = 1.0
+        self,
+        layout: Layout,
+        micro_batches: int,
+        settings: tuple[Setting, ...],
+        batch: Batch,
+        prune: float = 1.0,
+        wanted: int = LEAST_REPLAYED,
     ) -> Floats:
         """Price a batch; keep what is best; give back step seconds under the best of the settings.
 
-        Infinite for plans that do not fit, and for those whose lower bound is above
-        `prune` times the best step known: these are not replayed.
+        Infinite for plans that do not fit, and for those that cannot be among the best
+        `wanted` of the batch, or within `prune` times the best step known: these are not replayed.
         """
         self.candidates += len(batch) * len(settings)
         prices = self.pricer(layout, micro_batches).price(batch)
@@ -132,25 +140,72 @@ class Search:
             flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)
             missing = missing_bytes(prices, flying)
             self.note_misfits(layout, setting, batch, missing, bounds)
-            alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= prune * self.least_s * ROUNDING))[0]
+            limit = self.limit(result, prune, wanted)
+            alive = np.nonzero((missing <= 0) & (bounds < IMPOSSIBLE) & (bounds <= limit))[0]
             if len(alive) == 0:
                 continue
-            most = max(LEAST_REPLAYED, MOST_REPLAYED // micro_batches)
-            if len(alive) > most and not self.exact:
-                closed = formula_steps(
-                    prices.take(alive), micro_batches, flying, setting.schedule == "gpipe", setting.in_flight
-                )
-                alive = np.sort(alive[np.argsort(closed, kind="stable")[:most]])
-            kept = prices.take(alive)
-            own = np.full(len(batch), np.inf)
-            own[alive] = steps(kept, micro_batches, setting.schedule, setting.in_flight, layout, not self.exact)
+            own = self.replayed(layout, setting, prices, alive, result, prune, wanted)
             if self.exact:
-                meeting = alive[kept.spans.sum(axis=1) > 1]
+                meeting = alive[prices.spans[alive].sum(axis=1) > 1]
                 self.postpone(layout, setting, batch, meeting, own)
                 own[meeting] = np.inf
             self.keep(layout, setting, batch, own)
             result = np.minimum(result, own)
         return result
+
+    def estimate(
+        self, layout: Layout, micro_batches: int, settings: tuple[Setting, ...], batch: Batch, prune: float
+    ) -> Floats:
+        """Step seconds by the formula, under the best of the settings, nothing replayed.
+
+        Infinite for plans that do not fit, and for those above `prune` times the best step known.
+        """
+        self.candidates += len(batch) * len(settings)
+        prices = self.pricer(layout, micro_batches).price(batch)
+        bounds = lower_bounds(prices, micro_batches)
+        close = np.nonzero(bounds <= min(IMPOSSIBLE, prune * self.least_s * ROUNDING))[0]
+        result = np.full(len(batch), np.inf)
+        if len(close) == 0:
+            return result
+        kept = prices.take(close)
+        queue = queues(kept, layout, self.rules.overlap)
+        for setting in settings:
+            flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)
+            own = formula_steps(kept, micro_batches, setting.schedule, setting.in_flight, queue)
+            result[close] = np.minimum(result[close], np.where(missing_bytes(kept, flying) <= 0, own, np.inf))
+        return result
+
+    def limit(self, known: Floats, prune: float, wanted: int) -> float:
+        """Seconds above which a plan is of no use: `wanted` others of the batch are better, or the best by `prune`."""
+        most = prune * self.least_s * ROUNDING
+        if self.exact or len(known) <= wanted:
+            return most
+        return min(most, float(np.partition(known, wanted - 1)[wanted - 1]))
+
+    def replayed(
+        self, layout: Layout, setting: Setting, prices: Prices, alive: Ints, known: Floats, prune: float, wanted: int
+    ) -> Floats:
+        """Step seconds of the plans `alive`, those first that the formula likes best; infinite for the useless rest."""
+        own = np.full(len(known), np.inf)
+        kept = prices.take(alive)
+        queue = queues(kept, layout, self.rules.overlap)
+        floors = formula_steps(kept, setting.micro_batches, setting.schedule, setting.in_flight, queue)
+        order = np.argsort(floors, kind="stable")
+        floors = floors[order]
+        left = len(order) if self.exact else max(LEAST_REPLAYED, MOST_REPLAYED // setting.micro_batches)
+        done, size = 0, len(order) if self.exact else FIRST_REPLAYED
+        while done < len(order) and left > 0:
+            useful = int(np.searchsorted(floors, self.limit(np.minimum(known, own), prune, wanted), side="right"))
+            stop = min(useful, done + min(size, left))
+            if stop <= done:
+                break
+            part = order[done:stop]
+            own[alive[part]] = steps(
+                kept.take(part), setting.micro_batches, setting.schedule, setting.in_flight, layout, not self.exact
+            )
+            self.least_s = min(self.least_s, float(own[alive[part]].min())) if not self.exact else self.least_s
+            left, done, size = left - (stop - done), stop, 4 * size
+        return own
 
     def price_one(self, layout: Layout, setting: Setting, batch: Batch) -> tuple[float, bool]:
         """Step seconds of a single plan, and whether it fits the memory."""
@@ -223,11 +278,14 @@ class Search:
 def pad(plans: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]], skip: list[int] | None = None) -> Batch:
     """A batch of plans (cuts, counts, ways) of different lengths, filled up at the front."""
     depth = max(len(counts) for _, counts, _ in plans)
-    cuts = np.zeros((len(plans), depth + 1), dtype=np.int64)
-    counts = np.zeros((len(plans), depth), dtype=np.int64)
-    ways = np.zeros((len(plans), depth), dtype=np.int64)
-    for index, (cut, count, way) in enumerate(plans):
-        cuts[index, depth - len(count) :] = cut
-        counts[index, depth - len(count) :] = count
-        ways[index, depth - len(count) :] = way
+    fill = [(0,) * (depth - stages) for stages in range(depth + 1)]
+    rows = (
+        part
+        for cuts, counts, ways in plans
+        for empty in (fill[len(ways)],)
+        for part in (empty, cuts, empty, counts, empty, ways)
+    )
+    width = 3 * depth + 1
+    flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=width * len(plans)).reshape(-1, width)
+    cuts, counts, ways = flat[:, : depth + 1], flat[:, depth + 1 : 2 * depth + 1], flat[:, 2 * depth + 1 :]
     return Batch(cuts, counts, ways, np.array(skip or [0] * len(plans), dtype=np.int64))

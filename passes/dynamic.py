@@ -7,11 +7,11 @@ to the first, over (first block i, first device position o, devices d of the fir
     y(stage + suffix) = max(y + f + c (+ a),  x(stage + suffix) + a)      with the all-reduces
                         (+ a where all of them share the machines' ports)
 
-and the step is (m - 1) P + y (`formulas.py`; y is never below x). A suffix of k stages must
+and the step is about (m - 1) P + y; y is never below x. A suffix of k stages must
 have x <= K P for the K micro-batches it may keep in flight, so k is part of the state; and
 since 1F1B alternates strictly, two neighbours and what lies between them there and back
 must take no more than 3 P (2 P where S - s are in flight). One label is kept a state, the
-one with the least y. The bounds are scanned upwards.
+one with the least y. Which bounds are run, `scan.py` says.
 Cut positions are thinned out on long chains; the refinement puts them back.
 """
 
@@ -28,9 +28,11 @@ from .table import Floats, Ints, Layout, Table
 
 Mask = NDArray[np.bool_]
 Links = NDArray[np.int32]
+Singles = NDArray[np.float32]  # half the memory to go through; its plans are priced again in full
 
-FINE = tuple(1.0 + 0.04 * step for step in range(1, 17))  # the same, where it is cheap
-RATIOS = (1.02, 1.07, 1.13, 1.2, 1.28, 1.37, 1.5, 1.75, 2.2, 3.5)  # bounds, over the fastest period
+Joined = tuple[Singles, Singles, Singles, Ints]
+
+FAR = np.float32(np.inf)
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class StageCosts:
 class Merged:
     """The best of all ways: arrays (…, layers or 1, positions, positions); a layer more is a stage more to the end."""
 
-    forward_s: Floats
-    through_s: Floats
-    extra_s: Floats
-    turn_s: Floats
+    forward_s: Singles
+    through_s: Singles
+    extra_s: Singles
+    turn_s: Singles
     way: Ints
 
 
@@ -88,7 +90,7 @@ class Program:
         self.costs: dict[tuple[object, ...], list[StageCosts]] = {}
         self.merged: dict[tuple[object, ...], Merged] = {}
         self.stacks: dict[tuple[int, bool], Merged] = {}
-        self.edges: dict[int, tuple[Floats, Floats]] = {}
+        self.edges: dict[int, tuple[Singles, Singles]] = {}
         size = len(positions)
         self.low, self.high = np.repeat(positions, size), np.tile(positions, size)
         self.pairs = np.nonzero(self.low < self.high)[0]
@@ -140,7 +142,8 @@ class Program:
             way = np.where(better, index, way)
             for at, array in enumerate((cost.forward_s, cost.backward_s, cost.extra_s, cost.turn_s)):
                 best[at] = np.where(better, array[None], best[at])
-        return Merged(best[0], best[0] + best[1], best[2], best[3], way)
+        forward, backward, extra, turn = (one.astype(np.float32) for one in best)
+        return Merged(forward, forward + backward, extra, turn, way)
 
     def one_way(self, first: int, count: int, index: int) -> StageCosts:
         """Price every interval in one way; infinite where it is impossible."""
@@ -183,7 +186,7 @@ class Program:
             self.stacks[key] = Merged(*(np.stack([getattr(column, name) for column in columns]) for name in names))
         return self.stacks[key]
 
-    def boundaries(self, at: int) -> tuple[Floats, Floats]:
+    def boundaries(self, at: int) -> tuple[Singles, Singles]:
         """Seconds there and back over the boundary at device position `at`: (cut, left devices, right devices)."""
         if at in self.edges:
             return self.edges[at]
@@ -197,17 +200,19 @@ class Program:
         for rows, whole in ((table.cut_bytes, table.cut_whole), (table.back_bytes, table.back_whole)):
             moved, fixed = rows[self.positions] * pricer.micro_rows, whole[self.positions]
             times = seconds * (moved + pairs * fixed) + late * (moved + fixed > 0)
-            grids.append(np.ascontiguousarray(times.T).reshape(len(self.positions), *left.shape))
+            grids.append(np.ascontiguousarray(times.T, dtype=np.float32).reshape(len(self.positions), *left.shape))
         self.edges[at] = grids[0], grids[1]
         return self.edges[at]
 
-    def run(self, period_s: float) -> tuple[Batch, Floats] | None:
+    def run(self, period_s: float) -> tuple[Batch, Singles] | None:
         """The best plans with no stage or channel above the period, with their y; `None` when there are none."""
         size, devices = len(self.positions), self.layout.size
         shape = (self.layers, size, devices + 1, devices + 1)  # layer, position, device position, devices
-        x, y, t = (np.full(shape, np.inf) for _ in range(3))  # t: forward and backward of the first stage
+        x, y, t = (
+            np.full(shape, np.inf, dtype=np.float32) for _ in range(3)
+        )  # t: forward and backward of the first stage
         came = np.full((*shape, 3), -1, dtype=np.int32)  # next position, devices of the next stage, way
-        joins: dict[int, tuple[Floats, Floats, Floats, Ints]] = {}
+        joins: dict[int, Joined] = {}
         for o in range(devices - 1, -1, -1):
             cost = self.stack(o)
             self.last_stage(o, cost, period_s, x, y, t, came)
@@ -217,19 +222,23 @@ class Program:
                 joins[o] = self.join(o, period_s, x, y, t)
         return self.collect(y, came)
 
-    def last_stage(self, o: int, cost: Merged, period_s: float, x: Floats, y: Floats, t: Floats, came: Links) -> None:
+    def last_stage(
+        self, o: int, cost: Merged, period_s: float, x: Singles, y: Singles, t: Singles, came: Links
+    ) -> None:
         """Suffixes of one stage on positions [o, o + d), for every d."""
         through = cost.through_s[:, 0, :, -1]
         fits = through <= period_s
         stop = through.shape[0] + 1
-        y[0, :, o, 1:stop] = np.where(fits, through + cost.extra_s[:, 0, :, -1], np.inf).T
-        x[0, :, o, 1:stop] = np.where(fits, through, np.inf).T
+        y[0, :, o, 1:stop] = np.where(fits, through + cost.extra_s[:, 0, :, -1], FAR).T
+        x[0, :, o, 1:stop] = np.where(fits, through, FAR).T
         t[0, :, o, 1:stop] = x[0, :, o, 1:stop]
         came[0, :, o, 1:stop, 0] = len(self.positions) - 1
         came[0, :, o, 1:stop, 1] = 0
         came[0, :, o, 1:stop, 2] = cost.way[:, 0, :, -1].T
 
-    def join(self, at: int, period_s: float, x: Floats, y: Floats, t: Floats) -> tuple[Floats, Floats, Floats, Ints]:
+    def join(
+        self, at: int, period_s: float, x: Singles, y: Singles, t: Singles
+    ) -> tuple[Singles, Singles, Singles, Ints]:
         """For each number of devices to the left of position `at`, the best suffix behind the boundary.
 
         Arrays (layer, position, left devices): x, y and t with the boundary, and the devices of the next stage.
@@ -238,24 +247,22 @@ class Program:
         right = there.shape[2]
         next_t = t[:, :, at, None, 1 : right + 1] + (there + back)[None]
         open_ = (np.maximum(there, back) <= self.channel * period_s)[None] & (next_t <= self.pair * period_s)
-        next_y = y[:, :, at, None, 1 : right + 1] + np.where(open_, there[None], np.inf)
-        next_x = x[:, :, at, None, 1 : right + 1] + np.where(open_, (there + back)[None], np.inf)
-        value = np.maximum(next_x, next_y)
-        pick = np.argmin(value, axis=3)[..., None]
-        best_x = np.take_along_axis(next_x, pick, axis=3)[..., 0]
-        best_y = np.take_along_axis(next_y, pick, axis=3)[..., 0]
-        best_t = np.take_along_axis(next_t, pick, axis=3)[..., 0]
-        return best_x, best_y, best_t, pick[..., 0] + 1
+        next_y = y[:, :, at, None, 1 : right + 1] + np.where(open_, there[None], FAR)
+        next_x = x[:, :, at, None, 1 : right + 1] + np.where(open_, (there + back)[None], FAR)
+        pick = np.argmin(np.maximum(next_x, next_y), axis=3)
+        at = pick.reshape(-1) + np.arange(pick.size) * right
+        best_x, best_y, best_t = (one.reshape(-1)[at].reshape(pick.shape) for one in (next_x, next_y, next_t))
+        return best_x, best_y, best_t, pick + 1
 
     def extend(
         self,
         o: int,
         cost: Merged,
         period_s: float,
-        joins: dict[int, tuple[Floats, Floats, Floats, Ints]],
-        x: Floats,
-        y: Floats,
-        t: Floats,
+        joins: dict[int, Joined],
+        x: Singles,
+        y: Singles,
+        t: Singles,
         came: Links,
     ) -> None:
         """Put a stage on positions [o, o + d), for every d, before every suffix that starts at o + d."""
@@ -263,19 +270,22 @@ class Program:
         layers = min(self.layers - 1, stop)
         if not any(np.isfinite(joins[o + d][1][:layers, :, d - 1]).any() for d in range(1, stop + 1)):
             return
-        behind = [[one[:layers, :, d - 1] for one in joins[o + d]] for d in range(1, stop + 1)]
-        best_x, best_y, best_t, following = (np.stack([one[index] for one in behind]) for index in range(4))
+        ahead = [(joins[o + d], d - 1) for d in range(1, stop + 1)]
+        best_x = np.stack([one[0][:layers, :, d] for one, d in ahead])
+        best_y = np.stack([one[1][:layers, :, d] for one, d in ahead])
+        best_t = np.stack([one[2][:layers, :, d] for one, d in ahead])
+        following = np.stack([one[3][:layers, :, d] for one, d in ahead])
         part = slice(1, layers + 1) if cost.through_s.shape[1] > 1 else slice(0, 1)
         through, forward = cost.through_s[:stop, part], cost.forward_s[:stop, part]
-        ceiling = np.full(best_x.shape, period_s)  # of `through`, by (devices, layer, cut)
+        ceiling = np.full(best_x.shape, period_s, dtype=np.float32)  # of `through`, by (devices, layer, cut)
         if self.pricer.micro_batches > 1:
-            deepest = self.depth[1 : layers + 1] * period_s
+            deepest = (self.depth[1 : layers + 1] * period_s).astype(np.float32)
             ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
         new_y = best_y[:, :, None, :] + (forward + cost.turn_s[:stop, part])
         np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop, part]), out=new_y)
         np.copyto(new_y, np.inf, where=~(through <= ceiling[:, :, None, :]))
         cut = np.argmin(new_y, axis=3)  # (devices, layer, position)
-        found = np.take_along_axis(new_y, cut[..., None], axis=3)[..., 0]
+        found = new_y.reshape(-1)[cut.reshape(-1) + np.arange(cut.size) * cut.shape[2]].reshape(cut.shape)
         target_y = np.moveaxis(y[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)  # views of that shape
         better = found < target_y
         if not better.any():
@@ -292,7 +302,7 @@ class Program:
         )
         np.moveaxis(came[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = chosen
 
-    def collect(self, y: Floats, came: Links) -> tuple[Batch, Floats] | None:
+    def collect(self, y: Singles, came: Links) -> tuple[Batch, Singles] | None:
         """The plans that start at block 0, the best for each layer and device position."""
         total = y[:, 0]  # (layer, device position, devices)
         plans, values, skips = [], [], []
@@ -336,29 +346,3 @@ def fastest_period(search: Search, layout: Layout, rows: float) -> float:
         slowness.append(min(each, default=np.inf))
     speed = sum(1.0 / slowness[c] for c in layout.device_class.tolist() if slowness[c] > 0)
     return rows / layout.copies / speed if speed > 0 else 0.0
-
-
-def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: int, rounds: int) -> list[Batch]:
-    """Plans for a scan of bounds on the period, from tight to loose."""
-    pricer = search.pricer(layout, micro_batches)
-    program = Program(search, pricer, thinned(search.table, most), layers)
-    tightest = fastest_period(search, layout, pricer.micro_rows)
-    if micro_batches == 1 or tightest <= 0:
-        ratios: tuple[float, ...] = RATIOS[:1]
-    else:
-        ratios = (*FINE, *RATIOS[7:]) if layout.size <= 8 else RATIOS[:rounds]
-    found = []
-    orders = {None: (False, True), "1f1b": (False,), "gpipe": (True,)}[search.request.schedule]
-    for gpipe in orders if micro_batches > 1 else orders[:1]:
-        program.set_order(gpipe)
-        best = np.inf
-        for ratio in ratios[::3] if gpipe and len(orders) > 1 else ratios:
-            period = max(tightest, 1e-12) * ratio if micro_batches > 1 else IMPOSSIBLE / 2
-            if (micro_batches - 1) * period > min(best, search.least_s):
-                break
-            answer = program.run(period)
-            if answer is not None:
-                batch, values = answer
-                best = min(best, float(values.min()) + (micro_batches - 1) * period)
-                found.append(batch)
-    return found

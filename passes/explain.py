@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy as sp
-
 from efftra_fx.cluster import Cluster, Device, Link
 from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError
-from efftra_fx.formulas import StageTerms, period, round_trip, tail
+from efftra_fx.formulas import Route, StageTerms, routes
 from efftra_fx.formulas import step as step_formula
 from efftra_fx.plan import Plan
 
@@ -26,7 +24,7 @@ from .rules import Rules
 
 @dataclass(frozen=True)
 class Part:
-    """The parts of a filled-in formula, seconds."""
+    """The parts of a filled-in formula, seconds: its longest path repeats one thing `periods` times."""
 
     fill_s: float
     period_s: float
@@ -89,17 +87,7 @@ def terms(plan: Plan, stages: tuple[StageFigures, ...]) -> list[StageTerms]:
     """The numbers of the formula."""
     return [
         StageTerms(
-            *(
-                sp.Float(number)
-                for number in (
-                    stage.forward_s,
-                    stage.backward_s,
-                    stage.send_s,
-                    stage.return_s,
-                    left_over(stage),
-                    plan.warm_up(index) if plan.micro_batches > 1 else 1e9,
-                )
-            )
+            stage.forward_s, stage.backward_s, stage.send_s, stage.return_s, left_over(stage), plan.warm_up(index)
         )
         for index, stage in enumerate(stages)
     ]
@@ -115,41 +103,43 @@ def left_over(stage: StageFigures) -> float:
 
 def parts(plan: Plan, figures: Figures) -> Part:
     """Fill in the formula."""
-    numbers = terms(plan, figures.stages)
-    fill = float(sum(one.forward + one.there for one in numbers))
-    every = float(period(numbers, plan.schedule, plan.in_flight))
-    return Part(fill, every, plan.micro_batches - 1, float(tail(numbers)), bottleneck(plan, figures, every))
+    every = routes(terms(plan, figures.stages), plan.schedule, plan.in_flight, plan.micro_batches)
+    longest = max(every, key=lambda route: float(route.total))
+    return Part(
+        float(longest.before),
+        float(longest.each),
+        longest.times,
+        float(longest.after),
+        bottleneck(plan, figures, longest),
+    )
 
 
-def bottleneck(plan: Plan, figures: Figures, every: float) -> str:
-    """What the period consists of, in words."""
-    stages, close = figures.stages, every * (1 - 1e-9)
+def bottleneck(plan: Plan, figures: Figures, longest: Route) -> str:
+    """What the longest path repeats, in words."""
+    s, far = longest.stage, longest.far
     if plan.micro_batches == 1:
         return "the batch is not divided"
-    if plan.schedule == "gpipe":
-        at = max(range(len(stages)), key=lambda index: stages[index].forward_s + stages[index].backward_s)
-        return f"the slowest forwards and backwards, stage {at} foremost"
-    for index, stage in enumerate(stages):
-        if stage.forward_s + stage.backward_s >= close:
-            return f"compute of stage {index}"
-    for index, stage in enumerate(stages):
-        if max(stage.send_s, stage.return_s) >= close:
-            return f"transfer between stages {index} and {index + 1}"
-    numbers = terms(plan, stages)
-    for index in range(len(stages) - 1):
-        for reach in range(1, min(3, len(stages) - index)):
-            if float(round_trip(numbers[index : index + reach + 1])) / (plan.in_flight * reach + 1) >= close:
-                return f"the way from stage {index} to stage {index + reach} and back, transfers included"
-    for index in range(len(stages)):
-        if float(round_trip(numbers[index:])) / plan.warm_up(index) >= close:
-            return f"the way from stage {index} to the end and back, with {plan.warm_up(index)} micro-batches in flight"
-    return "the pipeline as a whole"
+    if longest.kind == "gpipe":
+        times = [stage.forward_s + stage.backward_s for stage in figures.stages]
+        return f"the slowest forwards and backwards, stage {times.index(max(times))} foremost"
+    match longest.kind:
+        case "there":
+            return f"transfer between stages {s} and {far}"
+        case "back":
+            return f"transfer of gradients between stages {s} and {far}"
+        case "forward" | "backward":
+            return f"the {longest.kind}s of stage {s}"
+        case "loop" if far > s:
+            tie = f", with {plan.warm_up(s)} micro-batches in flight" if far == len(plan.stages) - 1 else ""
+            return f"the way from stage {s} to stage {far} and back, transfers included{tie}"
+        case _:
+            return f"compute of stage {s}"
 
 
 def about_formula(plan: Plan, figures: Figures) -> list[str]:
     """The stages' numbers, the formula, and its sum."""
     part = parts(plan, figures)
-    lines = ["step = sum of (forward + transfer) + (m - 1) * period + last way back with all-reduces   [predicted]"]
+    lines = ["step = the way to where the longest path repeats + times * period + what is left after it   [predicted]"]
     lines.append("stage  forward  backward  transfer  return  all-reduce (left over)   milliseconds a micro-batch")
     for index, stage in enumerate(figures.stages):
         lines.append(
@@ -202,9 +192,11 @@ def about_others(planned: Planned, chain: Chain, cluster: Cluster, rows: int, ru
             "its steady state": part.periods * part.period_s - mine.periods * mine.period_s,
             "filling the pipeline": part.fill_s - mine.fill_s,
             "its last way back and all-reduces": part.tail_s - mine.tail_s,
+            "waits that only the replay shows": (figures.step_s - part.total_s) - (planned.step_s - mine.total_s),
         }
         worst = max(more, key=lambda name: more[name])
-        lines.append(f"  {other.label}: {ratio}; loses {milli(more[worst])} ms in {worst} ({part.bound})")
+        lost = f"; loses {milli(more[worst])} ms in {worst} ({part.bound})" if figures.step_s > planned.step_s else ""
+        lines.append(f"  {other.label}: {ratio}{lost}")
     return lines
 
 
@@ -264,7 +256,5 @@ def milli(seconds: float) -> str:
 
 
 def formula_seconds(plan: Plan, figures: Figures) -> float:
-    """The step by the sympy formula."""
-    return float(
-        step_formula(terms(plan, figures.stages), plan.schedule, plan.in_flight, sp.Integer(plan.micro_batches))
-    )
+    """The step by the formula."""
+    return float(step_formula(terms(plan, figures.stages), plan.schedule, plan.in_flight, plan.micro_batches))

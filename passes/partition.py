@@ -20,12 +20,12 @@ from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.plan import SCHEDULES, Plan
 
 from .candidates import Found, Request, Search, Setting
-from .dynamic import RATIOS, scan
 from .evaluate import Figures
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
 from .placement import layouts
-from .refine import Shape, found_shape, refine, shape_of, to_batch
+from .refine import Shape, found_shape, priced, refine, shape_of, to_batch
 from .rules import Rules
+from .scan import RATIOS, scan
 from .table import Layout, Table
 from .wide import wide_scan
 
@@ -36,6 +36,8 @@ MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement ma
 POSITIONS = 28  # cut positions that it looks at
 MOST_MICRO_BATCHES = 512
 MOST_ALTERNATIVES = 10
+CLOSE_SEED = 1.07  # times the best: placements that are worked out
+MOST_STARTS = 16  # plans of the dynamic program that are refined, under one placement
 
 
 @dataclass(frozen=True)
@@ -230,26 +232,43 @@ def balanced_cuts(search: Search, depth: int, shares: tuple[int, ...] | None = N
     return (*cuts, table.blocks)
 
 
+Seed = tuple[float, int, int, Layout, list[Shape]]  # step, placement, micro-batches, layout, shapes
+
+
 def look_around(search: Search, lines: list[Layout]) -> None:
-    """Seeds by the dynamic program under every placement, then refinement of the best."""
-    request = search.request
-    micros = some_micro(request.rows, request.micro_batches)
-    seeds: list[tuple[float, int, int, Layout, list[Shape]]] = []
-    for index, layout in enumerate(usable(search, lines)):
-        many = len(search.cluster.devices) > MANY
-        for micro in sorted({micros[len(micros) // 2], micros[len(micros) // 2 if many else -1]}):
-            starts = seeds_under(search, layout, micro)
-            if not starts:
-                continue
-            values = search.offer(layout, micro, orders_of(request, micro), to_batch(starts), 2.0)
+    """Seeds under every placement, each refined a little, then the best of them in earnest; long lines first."""
+    usable_lines = list(enumerate(usable(search, lines)))
+    left = 2 if len(search.cluster.devices) > MANY else 3  # placements to work out
+    for short in (False, True):
+        seeds: list[Seed] = []
+        for index, layout in usable_lines:
+            if narrow(search, layout) is short and not search.enough():
+                seeds += explore(search, index, layout)
+        left -= polish(search, sorted(seeds, key=lambda one: one[:3])[: left if short else left - 1])
+
+
+def explore(search: Search, index: int, layout: Layout) -> list[Seed]:
+    """Seeds under one placement with one or two numbers of micro-batches, the best refined a little."""
+    micros = some_micro(search.request.rows, search.request.micro_batches)
+    many, few = len(search.cluster.devices) > MANY, layout.size <= SMALL
+    last = len(micros) // 2 if many and narrow(search, layout) else -1
+    found: list[Seed] = []
+    for micro in sorted({micros[len(micros) // 2], micros[last]}):
+        starts = seeds_under(search, layout, micro)
+        if starts:
+            values = priced(search, layout, micro, orders_of(search.request, micro), starts, 2.0, MOST_STARTS)
             order = np.argsort(values, kind="stable")
             best = [starts[at] for at in order.tolist() if np.isfinite(values[at])]
-            if best:
-                seeds.append((float(values[order[0]]), index, micro, layout, best))
-            if search.enough():
-                break
-    seeds.sort(key=lambda one: one[:3])
-    polish(search, seeds, micros)
+            if best and values[order[0]] <= 1.5 * search.least_s:
+                found.append((float(values[order[0]]), index, micro, layout, best))
+    refined: list[Seed] = []
+    for _, _, micro, _, best in sorted(found, key=lambda one: one[:3])[: 1 if many else 2]:
+        orders = orders_of(search.request, micro)
+        front = refine(search, layout, micro, orders, best[: MOST_STARTS if few else 6], 3, 1 if many else 2)
+        if front:
+            shapes = [shape for _, shape in front]
+            refined.append((front[0][0], index, micro, layout, shapes + best[: 12 if few else 4]))
+    return refined
 
 
 def usable(search: Search, lines: list[Layout]) -> list[Layout]:
@@ -279,7 +298,7 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
     for depth in [request.stages] if request.stages else sorted({deepest, -(-deepest // 2), -(-deepest // 4)}):
         if layout.limited or request.stages:
             found += even_shapes(search, layout, depth)
-    if layout.size <= (NARROW if len(search.cluster.devices) <= NARROW else NARROW // 2):
+    if narrow(search, layout):
         most = min(max(POSITIONS, POSITIONS * 16 // layout.size), 3 * POSITIONS)
         layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
         for batch in scan(search, layout, micro, most, layers, len(RATIOS)):
@@ -289,6 +308,12 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
     if request.stages is not None:
         found = [shape for shape in found if len(shape[1]) == request.stages]
     return list(dict.fromkeys(found))
+
+
+def narrow(search: Search, layout: Layout) -> bool:
+    """Whether the dynamic program tells the positions of a line apart: shorter ones only on larger clusters."""
+    devices = len(search.cluster.devices)
+    return layout.size <= (NARROW if devices <= NARROW else NARROW // 2 if devices <= MANY else NARROW // 4)
 
 
 def even_shapes(search: Search, layout: Layout, depth: int) -> list[Shape]:
@@ -302,58 +327,30 @@ def even_shapes(search: Search, layout: Layout, depth: int) -> list[Shape]:
     return found
 
 
-def polish(search: Search, seeds: list[tuple[float, int, int, Layout, list[Shape]]], micros: list[int]) -> None:
-    """Refine the best seeds; try other numbers of micro-batches for what comes out."""
-    many = len(search.cluster.devices) > MANY
-    better: list[tuple[float, int, int, Layout, list[Shape]]] = []
-    for value, index, micro, layout, starts in seeds[:8] if many else seeds:
-        if search.enough() or value > 1.5 * search.least_s:
+def polish(search: Search, seeds: list[Seed]) -> int:
+    """Refine seeds until nothing helps, with other numbers of micro-batches too; give back how many were."""
+    done = 0
+    many, micros = len(search.cluster.devices) > MANY, some_micro(search.request.rows, search.request.micro_batches)
+    for value, _, micro, layout, starts in seeds:
+        if search.enough() or value > CLOSE_SEED * search.least_s:
             break
-        front = refine(
-            search,
-            layout,
-            micro,
-            orders_of(search.request, micro),
-            starts[: 16 if layout.size <= SMALL else 6],
-            3,
-            1 if many else 2,
-        )
-        if front:
-            better.append(
-                (
-                    front[0][0],
-                    index,
-                    micro,
-                    layout,
-                    [shape for _, shape in front] + starts[: 12 if layout.size <= SMALL else 4],
-                )
-            )
-    better.sort(key=lambda one: one[:3])
-    for value, _, micro, layout, starts in better[: 2 if many else 3]:
-        if search.enough() or value > 1.1 * search.least_s:
-            break
+        done += 1
         tried = {micro}
-        front = refine(
-            search,
-            layout,
-            micro,
-            orders_of(search.request, micro),
-            starts,
-            2 if many else 10 if layout.size <= SMALL else 4,
-            12,
-        )
+        beam = 2 if many else 4
+        front = refine(search, layout, micro, orders_of(search.request, micro), starts, beam, 12)
         while len(micros) > 1 and front:
             values = {}
             shapes = [shape for _, shape in front]
             for other in micros:
                 if other not in tried:
                     settings = orders_of(search.request, other)
-                    values[other] = float(search.offer(layout, other, settings, to_batch(shapes), 1.5).min())
+                    values[other] = float(search.estimate(layout, other, settings, to_batch(shapes), 1.5).min())
             other = min(values, key=lambda one: (values[one], one), default=0)
             if not other or values[other] >= front[0][0]:
                 break
             tried.add(other)
             front = refine(search, layout, other, orders_of(search.request, other), shapes, 3, 8)
+    return done
 
 
 def choose(search: Search) -> tuple[Found, Plan, Figures]:

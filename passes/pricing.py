@@ -6,6 +6,7 @@ are filled up at the front with empty stages, which cost nothing and delay nothi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -241,16 +242,20 @@ class Pricer:
         reducing = takes > 0
         if not self.table.rules.overlap or not reducing.any():
             return takes, takes
-        keys = np.stack([ways[reducing], slowest[reducing], rate[reducing], rows[reducing]], axis=1)
-        kinds, which = np.unique(keys, axis=0, return_inverse=True)
-        i, j = low[reducing], high[reducing]
-        left = np.zeros(len(keys))
-        for index, (way, c, speed, part) in enumerate(kinds.tolist()):
-            hit = which.reshape(-1) == index
-            w, start = int(way), i[hit]
-            behind = self.table.backward_fixed[w, int(c)] + part * self.table.backward_row[w, int(c)]
-            done = self.tail(w, int(c), speed, part, start, j[hit])
-            left[hit] = done - speed * self.table.gradients[w, int(c), start] + behind[start]
+        seconds = np.unique(second[reducing])
+        kind = (ways * len(self.table.classes) + slowest)[reducing] * len(seconds)
+        kind = (kind + np.searchsorted(seconds, second[reducing])) * (int(replicas.max()) + 1) + replicas[reducing]
+        order = np.argsort(kind, kind="stable")
+        edges = np.nonzero(np.diff(kind[order], prepend=-1, append=-1))[0].tolist()
+        i, j, w, c = low[reducing], high[reducing], ways[reducing], slowest[reducing]
+        speeds, parts = rate[reducing], rows[reducing]
+        left = np.zeros(len(kind))
+        for begin, end in itertools.pairwise(edges):  # all runs of one way and class, on as many replicas
+            hit, one = order[begin:end], order[begin]
+            way, slow, speed, part, start = int(w[one]), int(c[one]), float(speeds[one]), float(parts[one]), i[hit]
+            behind = self.table.backward_fixed[way, slow] + part * self.table.backward_row[way, slow]
+            done = self.tail(way, slow, speed, part, start, j[hit])
+            left[hit] = done - speed * self.table.gradients[way, slow, start] + behind[start]
         extra = np.zeros(low.shape)
         extra[reducing] = np.maximum(left + late[reducing], 0.0)
         return takes, extra

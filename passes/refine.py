@@ -10,10 +10,14 @@ import numpy as np
 from .candidates import Found, Search, Setting, pad
 from .dynamic import thinned
 from .pricing import Batch
-from .table import Layout
+from .table import Floats, Layout
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # cuts, counts, ways, skip
 STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
+CLOSE_DEPTH = 1.05  # times the best: the best of another number of stages goes on
+WANTED = 24  # of the neighbours in a round, those whose step must be known
+LONG = 100  # micro-batches from which on the formula leads and the replay has only the last word
+TOGETHER = (-13, -8, -5, -3, -2, -1, 1, 2, 3, 5, 8, 13)
 PAIRS = 12  # up to so many stages a device may move between any two
 
 
@@ -32,6 +36,7 @@ class Neighbourhood:
         """All neighbours that make whole replicas and use no more devices than there are."""
         request = self.search.request
         yield from self.moved_cuts(shape)
+        yield from self.moved_together(shape)
         if request.replicas is None:
             yield from self.moved_devices(shape)
         if request.replicas is None and request.stages is None:
@@ -57,6 +62,19 @@ class Neighbourhood:
             for step in pairs:
                 if index + 2 < len(cuts) and low < at + step and high + step < cuts[index + 2]:
                     yield (*cuts[:index], at + step, high + step, *cuts[index + 2 :]), counts, ways, skip
+
+    def moved_together(self, shape: Shape) -> Iterator[Shape]:
+        """All cuts up to one, or from one on, by as many blocks: each alone would unbalance its stage."""
+        cuts, counts, ways, skip = shape
+        last = len(cuts) - 1
+        runs = dict.fromkeys(
+            [(1, stop) for stop in range(3, last + 1)] + [(start, last) for start in range(2, last - 1)]
+        )
+        for start, stop in runs:
+            for step in TOGETHER:
+                moved = (*cuts[:start], *(cut + step for cut in cuts[start:stop]), *cuts[stop:])
+                if moved[start - 1] < moved[start] and moved[stop - 1] < moved[stop]:
+                    yield moved, counts, ways, skip
 
     def moved_devices(self, shape: Shape) -> Iterator[Shape]:
         """Devices from one stage to another, to or from those unused; with the cut between two neighbours moved."""
@@ -211,35 +229,68 @@ def refine(
 ) -> list[tuple[float, Shape]]:
     """Improve the starts by steps until none helps; the best few, with their step seconds."""
     around = Neighbourhood(search, layout)
-    known: dict[Shape, float] = {}
     starts = list(dict.fromkeys(starts))
     if not starts:
         return []
-    values = search.offer(layout, micro_batches, settings, to_batch(starts), 2.0)
-    known.update(zip(starts, values.tolist(), strict=True))
-    front = ranked(known, beam)
+    long = micro_batches >= LONG
+    seen = set(starts)
+    front = ranked([], starts, priced(search, layout, micro_batches, settings, starts, 2.0, beam), beam)
+    pool = front
     expanded: set[Shape] = set()
     for _ in range(rounds):
         fresh: dict[Shape, None] = {}
         for _, shape in front:
             if shape not in expanded:
                 expanded.add(shape)
-                fresh.update(dict.fromkeys(one for one in around.of(shape) if one not in known))
+                fresh.update((one, None) for one in around.of(shape) if one not in seen)
         if not fresh or search.enough():
             break
         shapes = list(fresh)
-        worst = front[-1][0] if len(front) == beam else np.inf
-        prune = min(1.15, worst / search.least_s) if np.isfinite(search.least_s) and np.isfinite(worst) else 1.15
-        values = search.offer(layout, micro_batches, settings, to_batch(shapes), max(prune, 1.0))
-        known.update(zip(shapes, values.tolist(), strict=True))
-        front = ranked(known, beam)
+        seen.update(shapes)
+        worst = max(front[beam - 1][0], front[0][0] * CLOSE_DEPTH) if len(front) >= beam else np.inf
+        prune = worst / search.least_s if np.isfinite(worst) and search.least_s > 0 else 1.5
+        values = priced(search, layout, micro_batches, settings, shapes, max(prune, 1.0), WANTED)
+        front = ranked(front, shapes, values, beam)
+        pool = ranked(pool, shapes, values, WANTED) if long else front
+    if long:
+        shapes = [shape for _, shape in pool]
+        front = ranked([], shapes, search.offer(layout, micro_batches, settings, to_batch(shapes), 2.0, beam), beam)
     return front
 
 
-def ranked(known: dict[Shape, float], most: int) -> list[tuple[float, Shape]]:
-    """The best of the known shapes; ties by shape."""
-    finite = [(value, shape) for shape, value in known.items() if np.isfinite(value)]
-    return sorted(finite, key=lambda one: (one[0], len(one[1][1]), one[1]))[:most]
+def priced(
+    search: Search,
+    layout: Layout,
+    micro_batches: int,
+    settings: tuple[Setting, ...],
+    shapes: list[Shape],
+    prune: float,
+    wanted: int,
+) -> Floats:
+    """Step seconds of some shapes: replayed, or by the formula where a replay is long."""
+    if micro_batches >= LONG:
+        return search.estimate(layout, micro_batches, settings, to_batch(shapes), prune)
+    return search.offer(layout, micro_batches, settings, to_batch(shapes), prune, wanted)
+
+
+def ranked(
+    front: list[tuple[float, Shape]], shapes: list[Shape], values: Floats, most: int
+) -> list[tuple[float, Shape]]:
+    """The best of the front and of some shapes, and the best of each number of stages that is close; ties by shape."""
+    known = np.array([value for value, _ in front] + values.tolist())
+    limit = np.partition(known, most - 1)[most - 1] if len(known) >= most else np.inf
+    limit = max(limit, known.min() * CLOSE_DEPTH)
+    finite = [(float(values[at]), shapes[at]) for at in np.nonzero(np.isfinite(values) & (values <= limit))[0].tolist()]
+    order = sorted([*front, *finite], key=lambda one: (one[0], len(one[1][1]), one[1]))
+    kept = order[:most]
+    depths = {len(shape[1]) for _, shape in kept}
+    for value, shape in order[most:]:
+        if value > kept[0][0] * CLOSE_DEPTH:
+            break
+        if len(shape[1]) not in depths:
+            depths.add(len(shape[1]))
+            kept.append((value, shape))
+    return kept
 
 
 def found_shape(found: Found) -> Shape:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .clock import ends
+from .clock import ends, gpipe_ends
 from .pricing import Prices
 from .table import Floats, Ints, Layout
 
@@ -97,24 +97,95 @@ def lower_bounds(prices: Prices, micro_batches: int) -> Floats:
     return found
 
 
-def formula_steps(prices: Prices, micro_batches: int, flying: Ints, gpipe: bool, multiplicity: int = 1) -> Floats:
-    """The closed form of the step (see `formulas.py`), all-reduces without contention."""
-    forward, backward = prices.forward_s, prices.backward_s
+def formula_steps(
+    prices: Prices, micro_batches: int, schedule: str, multiplicity: int, queue: Floats | None = None
+) -> Floats:
+    """The formula of the step (see `formulas.py`): no replay is below it.
+
+    One entry a plan; arrays (plans, stages) on the way. `k` are micro-batches in flight.
+    `queue` (plans, stages): when the all-reduces of a stage and of those before it that
+    wait for it are done, after its last backward; without it they are on their own.
+    """
+    line = prices.forward_s, prices.backward_s, prices.there_s, prices.back_s
+    forward, backward = line[:2]
     plans, stages = forward.shape
-    there = np.concatenate([prices.there_s, np.zeros((plans, 1))], axis=1)
-    back = np.concatenate([prices.back_s, np.zeros((plans, 1))], axis=1)
-    whole = forward + there + backward + back
-    latency = np.cumsum(whole[:, ::-1], axis=1)[:, ::-1]  # of one micro-batch from stage s on, there and back
-    behind = np.cumsum((backward + back)[:, ::-1], axis=1)[:, ::-1]  # backward from the end to stage s
-    if gpipe:
-        ahead = np.maximum(forward, there).max(axis=1)
-        period = ahead + np.maximum(backward, back).max(axis=1)
+    if schedule == "gpipe" or stages == 1:
+        last = gpipe_ends(line, micro_batches)
+        reduced_s = prices.extra_s if queue is None else np.maximum(prices.extra_s, queue)
+        return np.asarray(np.maximum((last + reduced_s).max(axis=1), tied_end(prices, last)))
+    none = np.zeros((plans, 1))
+    there, back = np.concatenate([prices.there_s, none], axis=1), np.concatenate([prices.back_s, none], axis=1)
+    left = prices.extra_s.copy()
+    holder = np.arange(plans), prices.tied_stage
+    left[holder] = np.maximum(left[holder], prices.tied_s)
+    if queue is not None:
+        np.maximum(left, queue, out=left)
+    own, more = forward + backward, micro_batches - 1
+    arrive, home = before(forward + there), before(backward + back)
+    rest = home + np.maximum.accumulate(left - home, axis=1)
+    k = in_flight(stages, micro_batches, schedule, multiplicity)
+    ahead, behind = longest_so_far(forward, there), longest_so_far(backward, back)
+    begin = longest_behind(arrive + own + (k - 1) * ahead + home) - home
+    wind_down = backward + np.maximum((k - 1) * backward + rest, (k - 1) * behind + home)
+    end = longest_behind(arrive + forward + wind_down) - arrive
+    found = np.maximum(begin + more * backward + rest, arrive + more * forward + end)
+    np.maximum(found, arrive + micro_batches * own + rest, out=found)
+    np.maximum(found[:, 1:], arrive[:, 1:] + more * there[:, :-1] + end[:, 1:], out=found[:, 1:])
+    np.maximum(
+        found[:, :-1],
+        begin[:, 1:] + micro_batches * back[:, :-1] + (backward + rest)[:, :-1],
+        out=found[:, :-1],
+    )
+    between = more - k
+    looping = int(np.argmax(between >= 0)) if between[-1] >= 0 else stages  # the first stage with a loop
+    if looping < stages:
+        latency = np.cumsum((own + there + back)[:, ::-1], axis=1)[:, ::-1]  # from a stage to the end and back
+        loops = between * own
+        for reach in range(1, stages - looping):
+            part = slice(looping, stages - reach)
+            trip = latency[:, part] - latency[:, looping + reach :] + own[:, looping + reach :]
+            times, odd = np.divmod(between[part], multiplicity * reach + 1)
+            np.maximum(loops[:, part], times * trip + odd * own[:, part], out=loops[:, part])
+        np.maximum(found[:, looping:], (begin + loops + end)[:, looping:], out=found[:, looping:])
+    whole: Floats = found.max(axis=1)
+    return whole
+
+
+def queues(prices: Prices, layout: Layout, overlap: bool) -> Floats | None:
+    """Seconds from the last backward of each stage until all-reduces that wait in line from it on are done, at least.
+
+    Rings that share a machine's port go one after another, those of late stages first, since
+    their gradients are ready first. (plans, stages); `None` where no two meet.
+    """
+    using = prices.spans & (prices.reduce_s > 0)
+    if not (using.sum(axis=1) > 1).any():
+        return None
+    takes = np.where(using, prices.reduce_s, 0.0)
+    if layout.shared_groups:
+        sums = np.cumsum(takes, axis=1)
     else:
-        period = np.maximum(forward + backward, np.maximum(there, back)).max(axis=1)
-        for reach in range(1, min(3, stages)):  # neighbours wait for one another: 1F1B alternates strictly
-            trip = latency[:, :-reach] - latency[:, reach:] + (forward + backward)[:, reach:]
-            period = np.maximum(period, trip.max(axis=1) / (multiplicity * reach + 1))
-        period = np.maximum(period, (latency / flying).max(axis=1))
-    tail = np.maximum(behind[:, 0], (behind + prices.extra_s).max(axis=1))
-    total: Floats = (forward + there).sum(axis=1) + (micro_batches - 1) * period + tail
-    return total
+        first, stop = prices.first, prices.stop
+        both = using[:, :-1] & using[:, 1:] & layout.meet(first[:, :-1], stop[:, :-1], first[:, 1:], stop[:, 1:])
+        sums = takes.copy()
+        for stage in range(1, takes.shape[1]):
+            ahead = takes if overlap else sums  # overlapped parts of three rings need not come in this order
+            sums[:, stage] += np.where(both[:, stage - 1], ahead[:, stage - 1], 0.0)
+    started = prices.backward_s if overlap else 0.0
+    return np.where(using, sums - started, 0.0)
+
+
+def before(terms: Floats) -> Floats:
+    """For each stage the sum over all stages before it."""
+    return np.asarray(np.cumsum(terms, axis=1) - terms)
+
+
+def longest_so_far(work: Floats, channel: Floats) -> Floats:
+    """For each stage the longest work up to it, and channel before it."""
+    longest = work.copy()
+    longest[:, 1:] = np.maximum(work[:, 1:], channel[:, :-1])
+    return np.asarray(np.maximum.accumulate(longest, axis=1))
+
+
+def longest_behind(terms: Floats) -> Floats:
+    """For each stage the largest term of it and all stages behind."""
+    return np.asarray(np.maximum.accumulate(terms[:, ::-1], axis=1)[:, ::-1])

@@ -10,9 +10,10 @@ from strategies_plans import chains, clusters
 from efftra_fx.cluster import Cluster, Link
 from efftra_fx.cost import Chain, Crossing, NodeCost, Timing
 from efftra_fx.passes.candidates import Request, Search
-from efftra_fx.passes.dynamic import Program, scan, thinned
+from efftra_fx.passes.dynamic import Program, thinned
 from efftra_fx.passes.placement import layouts
 from efftra_fx.passes.rules import Rules
+from efftra_fx.passes.scan import scan
 from efftra_fx.passes.table import Table
 
 

@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efftra_fx.cluster import Link
-from efftra_fx.formulas import numeric_step, ring_all_reduce, stage_memory
+from efftra_fx.formulas import StageTerms, numeric_step, ring_all_reduce, stage_memory, step
+from efftra_fx.passes.clock import ends
 from efftra_fx.passes.evaluate import ring_seconds
 from efftra_fx.passes.pricing import Prices
 from efftra_fx.passes.replay import formula_steps, in_flight
 
-NUMBERS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7, 4.0]), min_size=4, max_size=4)
+SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7, 4.0])
+NUMBERS = st.lists(SECONDS, min_size=4, max_size=4)
+LEAST = 0.7  # of formula / replay; `benchmarks/formula_ratio.py` measures it
 
 
 def prices(f: list[float], b: list[float], c: list[float], d: list[float], a: list[float]) -> Prices:
@@ -33,12 +36,30 @@ def test_the_arrays_of_the_search_are_the_sympy_formula(
     depth: int, f: list[float], b: list[float], c: list[float], d: list[float], a: list[float], m: int, order: int
 ) -> None:
     schedule, deep = (("1f1b", 1), ("1f1b", 2), ("gpipe", 1))[order]
-    flying = in_flight(depth, m, schedule, deep)
+    flying = in_flight(depth, m, schedule, deep).tolist()
     parts = prices(f[:depth], b[:depth], c[: depth - 1], d[: depth - 1], a[:depth])
-    array = float(formula_steps(parts, m, flying, schedule == "gpipe", deep)[0])
+    array = float(formula_steps(parts, m, schedule, deep)[0])
     there, back = [*c[: depth - 1], 0.0], [*d[: depth - 1], 0.0]
     numbers = [number for s in range(depth) for number in (f[s], b[s], there[s], back[s], a[s], float(flying[s]))]
     assert numeric_step(depth, schedule, deep)(m, *numbers) == pytest.approx(array, rel=1e-12)
+    stages = [StageTerms(f[s], b[s], there[s], back[s], a[s], flying[s]) for s in range(depth)]
+    assert float(step(stages, schedule, deep, m)) == pytest.approx(array, rel=1e-12)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 8), st.data(), st.integers(1, 24), st.integers(0, 2))
+def test_no_schedule_ends_before_the_formula(depth: int, data: st.DataObject, m: int, order: int) -> None:
+    schedule, deep = (("1f1b", 1), ("1f1b", 2), ("gpipe", 1))[order]
+    numbers = st.lists(SECONDS, min_size=depth, max_size=depth)
+    f, b, c, d, a = (data.draw(numbers) for _ in range(5))
+    parts = prices(f, b, c[:-1], d[:-1], a)
+    line = parts.forward_s, parts.backward_s, parts.there_s, parts.back_s
+    replayed = float((ends(line, m, schedule, deep) + parts.extra_s).max())
+    formula = float(formula_steps(parts, m, schedule, deep)[0])
+    assert formula <= replayed * (1 + 1e-9)
+    assert formula >= replayed * LEAST
+    if schedule == "gpipe" or depth == 1:
+        assert formula == pytest.approx(replayed, rel=1e-12)
 
 
 def test_two_equal_stages_without_transfers_are_the_textbook_pipeline() -> None:
