@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from efftra_fx.capture_opaque import is_opaque
+from efftra_fx.opaque import is_opaque
 
 aten = torch.ops.aten
 _CHECKS = frozenset(

@@ -8,7 +8,6 @@ autograd for the gradients. Nothing cuts through it, and it has costs like any n
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,97 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from efftra_fx import private
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError
-
-NAMESPACE = "efftra_opaque"
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_COUNT = itertools.count()
-_KEPT: list[Any] = []  # operators live as long as the process, and so does what they call
-
-Function = Callable[[Sequence[Tensor]], list[Tensor]]
-
-
-def make_operator(name: str, run: Function, shape: Function) -> Any:
-    """Return a new differentiable operator from tensors to tensors.
-
-    `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
-    results for fake operands.
-    """
-    settings = _autocast_settings()
-    stem = "".join(char if char.isalnum() else "_" for char in name).strip("_") or "call"
-    full = f"{stem}_{next(_COUNT)}"
-    backward = f"{full}_backward"
-    _LIBRARY.define(f"{full}(Tensor[] operands) -> Tensor[]")
-    _LIBRARY.define(f"{backward}(Tensor[] operands, Tensor[] gradients) -> Tensor[]")
-
-    def forward_impl(operands: list[Tensor]) -> list[Tensor]:
-        with private.above_autograd(), torch.no_grad(), _autocast(settings):
-            return [_own(t) for t in run(operands)]
-
-    def backward_impl(operands: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        with private.above_autograd(), torch.enable_grad():
-            leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
-            with _autocast(settings):
-                results = run(leaves)
-            pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
-            wanted = [t for t in leaves if t.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(wanted)
-            if pairs:
-                found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        return [torch.zeros_like(t) if g is None else _own(g) for t, g in zip(wanted, found, strict=True)]
-
-    def backward_shape(operands: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in operands if _differentiable(t)]
-
-    for key, implementation in ((full, forward_impl), (backward, backward_impl)):
-        _LIBRARY.impl(key, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{full}", shape, lib=_LIBRARY)
-    torch.library.register_fake(f"{NAMESPACE}::{backward}", backward_shape, lib=_LIBRARY)
-    operator = getattr(getattr(torch.ops, NAMESPACE), full).default
-    behind = getattr(getattr(torch.ops, NAMESPACE), backward).default
-
-    def remember(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.count = len(inputs[0])
-        ctx.save_for_backward(*inputs[0], *output)
-
-    def differentiate(ctx: Any, gradients: list[Tensor | None]) -> Any:
-        operands, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(gradients, results, strict=True)]
-        found = iter(behind(list(operands), filled))
-        return ([next(found) if _differentiable(t) else None for t in operands],)
-
-    torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
-    _KEPT.append((run, shape))
-    return operator
-
-
-def _autocast_settings() -> tuple[tuple[str, torch.dtype, bool], ...]:
-    return tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
-
-
-@contextmanager
-def _autocast(settings: Sequence[tuple[str, torch.dtype, bool]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, dtype, enabled in settings:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))
-        yield
-
-
-def is_opaque(target: Any) -> bool:
-    """Say whether a node's target is an operator made here."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that shares memory with nothing else."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+from efftra_fx.opaque import Function, make_operator, random_states
 
 
 @contextmanager
@@ -173,6 +86,7 @@ def _call_function(cls: Any, call: Callable[..., Any], args: tuple[Any, ...]) ->
     if not places:
         return call(*args)
     seen: list[Tree] = []
+    counts: list[int] = []
 
     def run(operands: Sequence[Tensor]) -> list[Tensor]:
         filled = list(flat)
@@ -180,25 +94,52 @@ def _call_function(cls: Any, call: Callable[..., Any], args: tuple[Any, ...]) ->
             filled[place] = operand
         results, structure = take_apart(call(*tree.rebuild(filled)))
         seen.append(structure)
+        counts.append(len(results))
         return [value for _, value in results]
 
     def shape(operands: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in run(operands)]
 
-    found = make_operator(cls.__name__, run, shape)([flat[i] for i in places])
-    return seen[-1].rebuild(list(found))
+    operands = [flat[i] for i in places]
+    spy = Spy()  # type: ignore[no-untyped-call]
+
+    def watched(fakes: Sequence[Tensor]) -> list[Tensor]:
+        with spy:
+            return shape(fakes)
+
+    found = make_operator(cls.__name__, run, watched)(operands)
+    if spy.drew:  # what was just captured is used by nobody, and goes
+        found = make_operator(cls.__name__, run, shape, draws=True)(operands)
+    return seen[-1].rebuild(list(found)[: counts[-1]])
+
+
+class Spy(TorchDispatchMode):
+    """See whether anything draws random numbers."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One call of a module on real tensors: shapes of its tensor operands and results, and what it did besides."""
+    """One call of a module on real tensors: shapes of its tensor operands and results, and what it did besides.
+
+    `constants` are the results that are no tensors, None where one is, and `tensors` says where; `written` are
+    buffers by name.
+    """
 
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     structure: Tree
-    problem: str | None
+    constants: tuple[Any, ...]
+    tensors: tuple[bool, ...]
+    draws: bool
+    written: tuple[str, ...]
 
 
 class Watch:
@@ -219,18 +160,14 @@ class Watch:
     def _watched(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             operands = [t for _, t in take_apart((args, kwargs))[0] if isinstance(t, Tensor)]
-            before = [b.detach().clone() for b in module.buffers()]
-            state = torch.get_rng_state()
+            held = {name: (b, b._version) for name, b in module.named_buffers()}
+            states = random_states([*module.parameters(), *operands])
             output = forward(*args, **kwargs)
             leaves, structure = take_apart(output)
             results = [t for _, t in leaves]
-            problem = None
-            if not all(isinstance(t, Tensor) for t in results):
-                problem = "returns more than tensors"
-            elif not torch.equal(state, torch.get_rng_state()):
-                problem = "draws random numbers"
-            elif any(not torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True)):
-                problem = "writes its buffers"
+            after = random_states([*module.parameters(), *operands])
+            now = dict(module.named_buffers())
+            written = tuple(n for n, (b, version) in held.items() if now[n] is not b or b._version != version)
             tensors = [t for t in results if isinstance(t, Tensor)]
             self.calls[path].append(
                 Seen(
@@ -238,7 +175,10 @@ class Watch:
                     tuple(tuple(t.shape) for t in tensors),
                     tuple(t.dtype for t in tensors),
                     structure,
-                    problem,
+                    tuple(None if isinstance(t, Tensor) else t for t in results),
+                    tuple(isinstance(t, Tensor) for t in results),
+                    any(not torch.equal(a, b) for a, b in zip(states, after, strict=True)),
+                    written,
                 )
             )
             return output
@@ -256,11 +196,11 @@ def modules_kept_whole(modules: Mapping[str, nn.Module], first: Watch, second: W
     with ExitStack() as stack:
         for path, module in modules.items():
             calls = list(zip(first.calls[path], second.calls[path], strict=False))
-            for one, _ in calls:
-                if one.problem is not None:
+            for one, other in calls:
+                if one.structure != other.structure or one.constants != other.constants:
                     raise CaptureError(
-                        f"module '{path}' cannot be captured, and cannot be kept as it is since it {one.problem}; "
-                        "decide by shapes instead of values there, or move that part out of the model"
+                        f"module '{path}' cannot be captured, and cannot be kept as it is since what it returns "
+                        "besides tensors changes with the batch; return tensors alone"
                     )
             stack.enter_context(_forward_replaced(module, _opaque_forward(path, module, iter(calls))))
         yield
@@ -280,20 +220,34 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         state = {n: t for n, t in (*module.named_parameters(), *module.named_buffers())}
         names = list(state)
+        written = [n for n in names if any(n in seen.written for seen in pair)]
 
         def run(operands: Sequence[Tensor]) -> list[Tensor]:
             filled = list(flat)
             for place, operand in zip(places, operands[len(names) :], strict=True):
                 filled[place] = operand
             given, named = tree.rebuild(filled)
-            held = {f"module.{n}": t for n, t in zip(names, operands, strict=False)}
+            # What it writes into must not be what it was given.
+            held = {f"module.{n}": t.clone() if n in written else t for n, t in zip(names, operands, strict=False)}
             with _forward_replaced(module, original), _modes_set(modes):
-                output = torch.func.functional_call(bare, held, given, named)
-            return [value for _, value in take_apart(output)[0]]
+                output, news = torch.func.functional_call(bare, held, (written, *given), named)
+            results = [value for _, value in take_apart(output)[0] if isinstance(value, Tensor)]
+            return [*results, *(value.detach() for value in news)]
 
-        operator = make_operator(path, run, _shape_rule(path, pair, len(names)))
-        found = operator([*state.values(), *(flat[i] for i in places)])
-        return pair[0].structure.rebuild(list(found))
+        rule = _shape_rule(path, pair, len(names))
+
+        def shape(operands: Sequence[Tensor]) -> list[Tensor]:
+            return [*rule(operands), *(torch.empty_like(operands[names.index(n)]) for n in written)]
+
+        operator = make_operator(path, run, shape, draws=any(seen.draws for seen in pair))
+        found = list(operator([*state.values(), *(flat[i] for i in places)]))
+        count = len(pair[0].results)
+        with torch.no_grad():
+            for name, value in zip(written, found[count:], strict=False):
+                state[name].copy_(value)
+        tensors = iter(found[:count])
+        kinds = zip(pair[0].constants, pair[0].tensors, strict=True)
+        return pair[0].structure.rebuild([next(tensors) if is_tensor else constant for constant, is_tensor in kinds])
 
     return forward
 
@@ -312,14 +266,15 @@ def _modes_set(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 class _Bare(nn.Module):
-    """A module without its own hooks: they were captured around it."""
+    """A module without its own hooks: they were captured around it. It also returns the buffers that it has written."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
+    def forward(self, written: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        output = self.module.forward(*args, **kwargs)
+        return output, [self.module.get_buffer(name) for name in written]
 
 
 def _shape_rule(path: str, pair: tuple[Seen, Seen], skipped: int) -> Function:

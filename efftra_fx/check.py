@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.meta import ROLE
 from efftra_fx.signature import Call
 from efftra_fx.trace import LossFn, loss_of
@@ -66,7 +67,7 @@ def one_device_step(
     Runs the user's own model, since a copy's hooks may still mean the original; its parameters and
     buffers are put back afterwards, and its gradients left alone.
     """
-    own = [*model.parameters(), *model.buffers()]
+    own, held = list(model.parameters()), HeldBuffers(model)
     before = [tensor.detach().clone() for tensor in own]
     try:
         model.load_state_dict(dict(state), strict=False)
@@ -82,6 +83,7 @@ def one_device_step(
         with torch.no_grad():
             for tensor, value in zip(own, before, strict=True):
                 tensor.copy_(value)
+        held.restore()
     gradients = {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
     return float(loss.detach()), gradients, seconds
 

@@ -254,8 +254,8 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         lambda name, graph, _: report.graph(name, graph),
     )
     norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
-    notes = (*_notes(norms, options.batch_norm), *_opaque_notes(captured))
     counters, pairwise = _counters(gm), _pairwise(gm)
+    notes = (*_notes(norms, options.batch_norm), *_buffer_notes(gm, counters, norms), *_opaque_notes(captured))
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -315,6 +315,18 @@ def _notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:
     return (
         f"{which} on each replica, as if one device ran the same parts in order, and running statistics the mean of "
         "the replicas' own; use batch_norm='synced' for all replicas' together, or 'exact' for the whole batch's",
+    )
+
+
+def _buffer_notes(gm: fx.GraphModule, counters: frozenset[str], norms: Sequence[str]) -> tuple[str, ...]:
+    """Say once which buffers are not written as one device would write them, once a step from the whole batch."""
+    names = [n for n in OUTPUTS[gm].buffers if n not in counters and n.rpartition(".")[0] not in norms]
+    if not names:
+        return ()
+    return (
+        f"buffers {', '.join(names)} are written by each part of the batch in order, as if one device ran the parts, "
+        "and are the mean of the replicas' own (the first replica's where they are whole numbers); for what one device "
+        "with the whole batch writes use micro_batches=1 and one replica",
     )
 
 

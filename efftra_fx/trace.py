@@ -30,6 +30,7 @@ from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kep
 from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
+from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.places import is_user_file, line_of_error, modules_of_error
 from efftra_fx.signature import Call, distinct
@@ -319,7 +320,7 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
         for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
     ]
     step = _Step(attempt.model, attempt.loss_fn, attempt.call, attempt.want, lambda tree: None)
-    before = [(b, b.detach().clone()) for b in attempt.model.buffers()]
+    held = HeldBuffers(attempt.model)
     watches = Watch(kept), Watch(kept)
     answers = Answers()
     try:
@@ -329,9 +330,7 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
             with watches[1].on():
                 step.result([t.clone() for t in smaller])
     finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        held.restore()
     return answers, watches
 
 

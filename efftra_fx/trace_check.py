@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
+from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.trace import Captured, LossFn, loss_of
 
@@ -50,32 +51,34 @@ class _Eager:
 
     def step(self, record: EagerRecord | None = None) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
         """Return loss, gradients and new buffer values; leave buffers and the state of random numbers as they were."""
-        call = self.captured.call
+        call, held = self.captured.call, HeldBuffers(*self.modules)
         try:
             with torch.random.fork_rng(), torch.enable_grad(), record.on() if record else nullcontext():
                 torch.manual_seed(0)
                 args, kwargs, target = call.rebuild([t.clone() for t in self.inputs])
                 loss = loss_of(self.model(*args, **kwargs), self.loss_fn, target, call.has_target)
                 gradients = _gradients(loss, self.parameters)
-            return loss.detach(), gradients, {name: b.detach().clone() for name, b in self.buffers.items()}
+            modules = [("", self.model)] + ([("loss_fn.", self.loss_fn)] if isinstance(self.loss_fn, nn.Module) else [])
+            now = {prefix + n: b.detach().clone() for prefix, m in modules for n, b in m.named_buffers()}
+            return loss.detach(), gradients, now
         finally:
-            self.restore()
+            held.restore()
 
     def output(self, record: EagerRecord | None = None) -> list[Any]:
         """Return the leaves of the output; leave buffers and the state of random numbers as they were."""
+        held = HeldBuffers(*self.modules)
         try:
             with torch.random.fork_rng(), torch.no_grad(), record.on() if record else nullcontext():
                 torch.manual_seed(0)
                 args, kwargs, _ = self.captured.call.rebuild([t.clone() for t in self.inputs])
                 return [leaf for _, leaf in take_apart(self.model(*args, **kwargs))[0]]
         finally:
-            self.restore()
+            held.restore()
 
-    def restore(self) -> None:
-        """Put the buffers back."""
-        with torch.no_grad():
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self.before[name])
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What holds buffers: the model, and the loss function where it is a module."""
+        return (self.model, self.loss_fn) if isinstance(self.loss_fn, nn.Module) else (self.model,)
 
     @property
     def operands(self) -> list[Any]:

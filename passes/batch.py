@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from efftra_fx.chance import without_chance
 from efftra_fx.draws import KEEP, UNIFORM
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
+from efftra_fx.opaque import is_opaque, run_without_chance
 
 from .means import argument, with_argument
 from .slices import draws
@@ -188,7 +190,7 @@ class _Recorder(fx.Interpreter):
         if is_batch_statistics(node):
             return _without_statistics(args)
         if is_random(node):
-            return _without_chance(node, args, kwargs)
+            return self._calm(node, args, kwargs)
         target: Any = node.target
         if target is torch.ops.aten.sort.default and node.args[0].target is UNIFORM:  # type: ignore[union-attr]
             return args[0].flip(-1), torch.arange(args[0].shape[-1], device=args[0].device).flip(-1)  # never in place
@@ -198,6 +200,15 @@ class _Recorder(fx.Interpreter):
             return target(*_wide_types(args), **_wide_types(kwargs))
         except RuntimeError:  # an operator that knows no doubles computes in single precision
             return target(*_single(args), **_single(kwargs))
+
+    @staticmethod
+    def _calm(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_opaque(node.target):
+            return without_chance(node.target, args, kwargs)
+        try:
+            return run_without_chance(node.target, _wide_types(args[0]))
+        except RuntimeError:
+            return run_without_chance(node.target, _single(args[0]))
 
 
 def _wide(value: Any) -> Any:
@@ -210,26 +221,6 @@ def _single(value: Any) -> Any:
 
 def _wide_types(value: Any) -> Any:
     return pytree.tree_map_only(torch.dtype, lambda kind: torch.float64 if kind in _NARROW else kind, value)
-
-
-def _without_chance(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target: Any = node.target
-    if target is torch.ops.aten.native_dropout.default:
-        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    names = [a.name for a in target._schema.arguments]
-    calm = {name: 0.0 for name in ("dropout_p", "dropout") if name in names}
-    if "p" in names and "train" in names:
-        calm["p"] = 0.0
-    if "training" in names:
-        calm["training"] = False
-    for name, value in calm.items():
-        where = names.index(name)
-        if where < len(args):
-            args = (*args[:where], value, *args[where + 1 :])
-        else:
-            kwargs = {**kwargs, name: value}
-    result = target(*args, **kwargs)
-    return result if calm else torch.full_like(result, 0.5 if result.is_floating_point() else 0)
 
 
 def evaluate_nodes(

@@ -19,6 +19,7 @@ from torch import fx
 from efftra_fx.draws import KEEP, ROW_KEYS, UNIFORM, WHOLE_KEYS
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import PATH, ROLE, SOURCE, Role
+from efftra_fx.opaque import is_opaque
 
 from .batch import is_random
 from .draw_rules import RULES
@@ -146,6 +147,8 @@ class Drawer:
 def _replace(node: fx.Node, drawer: Drawer) -> None:
     drawer.node = node
     rule = RULES.get(node.target)
+    if is_opaque(node.target):
+        raise CaptureError(drawer.refusal(f"what '{PATH.get(node) or node.name}' draws, which runs as it is"))
     if rule is None:
         raise CaptureError(drawer.refusal(f"what {node.target} draws"))
     if argument(node, "generator") is not None:

@@ -9,8 +9,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from efftra_fx.capture_opaque import is_opaque
 from efftra_fx.meta import SPEC, Spec
+from efftra_fx.opaque import is_opaque
 
 from .insert import expression
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from against_eager import compiled
-from habits import Branches, Experts, Habit, Net, WithExperts, classes, cross_entropy, features, plain, triple
+from habits import Branches, Habit, Net, WithExperts, classes, cross_entropy, features, plain, triple
 from torch import Tensor, nn
 
-from efftra_fx.capture_opaque import is_opaque
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import OUTPUTS, PATH, ROLE, SOURCE
+from efftra_fx.opaque import is_opaque
 from efftra_fx.signature import read_call
 from efftra_fx.trace import Captured, capture
 from efftra_fx.trace_check import check_capture
@@ -84,38 +83,6 @@ def test_a_branch_of_the_whole_model_on_its_activations_is_refused_with_its_line
         CaptureError, match=r"depends on parameters at .*test_trace.py:\d+; replace the branch by torch"
     ):
         captured(Habit(Decides().double(), (features(),), classes(), cross_entropy))
-
-
-def test_an_opaque_module_that_draws_random_numbers_is_refused_by_name() -> None:
-    class Noisy(Experts):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.5)
-
-    model = WithExperts().double()
-    model.first = Noisy().double()
-    with pytest.raises(
-        CaptureError, match="module 'first' cannot be captured, and cannot be kept as it is since it draws"
-    ):
-        captured(Habit(model, (features(),), classes(), cross_entropy))
-
-
-def test_an_opaque_module_that_writes_its_buffers_is_refused_by_name() -> None:
-    class Counting(Experts):
-        calls: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls: Tensor
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x)
-
-    model = WithExperts().double()
-    model.first = Counting().double()
-    with pytest.raises(CaptureError, match="module 'first' .* since it writes its buffers"):
-        captured(Habit(model, (features(),), classes(), cross_entropy))
 
 
 def test_writing_into_an_input_is_refused() -> None:

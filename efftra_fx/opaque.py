@@ -1,0 +1,145 @@
+"""Operators that run Python as it is, as one node of a graph, with autograd just around it.
+
+The forward runs without autograd, and the backward runs it again with it. What it draws the second time
+is what it drew the first: the state of the random generators is one of the operator's results, which
+the backward is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efftra_fx import private
+from efftra_fx.chance import NoChance
+
+NAMESPACE = "efftra_opaque"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_COUNT = itertools.count()
+_RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
+
+Function = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def make_operator(name: str, run: Function, shape: Function, draws: bool = False) -> Any:
+    """Return a new differentiable operator from tensors to tensors.
+
+    `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
+    results for fake operands. One that `draws` random numbers gives the state before that as further results.
+    """
+    settings = _autocast_settings()
+    stem = "".join(char if char.isalnum() else "_" for char in name).strip("_") or "call"
+    full = f"{stem}_{next(_COUNT)}"
+    backward = f"{full}_backward"
+    tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
+    _LIBRARY.define(f"{full}(Tensor[] operands) -> Tensor[]", tags=tags)
+    _LIBRARY.define(f"{backward}(Tensor[] operands, Tensor[] gradients, Tensor[] states) -> Tensor[]")
+
+    def cast_run(operands: Sequence[Tensor]) -> list[Tensor]:
+        with _autocast(settings):
+            return run(operands)
+
+    def forward_impl(operands: list[Tensor]) -> list[Tensor]:
+        states = random_states(operands) if draws else []
+        with private.above_autograd(), torch.no_grad():
+            return [*(_own(t) for t in cast_run(operands)), *states]
+
+    def forward_shape(operands: list[Tensor]) -> list[Tensor]:
+        return [*shape(operands), *(torch.empty_like(s) for s in (random_states(operands) if draws else ()))]
+
+    def backward_impl(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+        with private.above_autograd(), torch.enable_grad():
+            leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
+            with _states_set(states, leaves):
+                results = cast_run(leaves)
+            pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+            wanted = [t for t in leaves if t.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(wanted)
+            if pairs:
+                found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        return [torch.zeros_like(t) if g is None else _own(g) for t, g in zip(wanted, found, strict=True)]
+
+    def backward_shape(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in operands if _differentiable(t)]
+
+    for key, implementation in ((full, forward_impl), (backward, backward_impl)):
+        _LIBRARY.impl(key, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{full}", forward_shape, lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{backward}", backward_shape, lib=_LIBRARY)
+    operator = getattr(getattr(torch.ops, NAMESPACE), full).default
+    behind = getattr(getattr(torch.ops, NAMESPACE), backward).default
+
+    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.counts = len(inputs[0]), len(output) - (len(random_states(inputs[0])) if draws else 0)
+        ctx.save_for_backward(*inputs[0], *output)
+
+    def differentiate(ctx: Any, gradients: list[Tensor | None]) -> Any:
+        given, made = ctx.counts
+        operands, results = ctx.saved_tensors[:given], ctx.saved_tensors[given : given + made]
+        filled = [torch.zeros_like(r) if g is None else g for g, r in zip(gradients[:made], results, strict=True)]
+        found = iter(behind(list(operands), filled, list(ctx.saved_tensors[given + made :])))
+        return ([next(found) if _differentiable(t) else None for t in operands],)
+
+    torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
+    _RUNS[operator] = cast_run
+    return operator
+
+
+def run_without_chance(operator: Any, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return what an operator gives where every draw gives the same fixed number."""
+    with torch.no_grad(), NoChance():  # type: ignore[no-untyped-call]
+        return [_own(t) for t in _RUNS[operator](operands)]
+
+
+def random_states(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the states of the generators that code on these tensors may draw from."""
+    device = next((t.device for t in operands if t.device.type == "cuda"), None)
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device is not None else [])]
+
+
+@contextmanager
+def _states_set(states: Sequence[Tensor], operands: Sequence[Tensor]) -> Iterator[None]:
+    """Draw from these states meanwhile, and leave the present ones as they are."""
+    if not states:
+        yield
+        return
+    devices = [t.device for t in operands if t.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states[0])
+        if devices:
+            torch.cuda.set_rng_state(states[1], devices[0])
+        yield
+
+
+def _autocast_settings() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
+
+
+@contextmanager
+def _autocast(settings: Sequence[tuple[str, torch.dtype, bool]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, dtype, enabled in settings:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
+        yield
+
+
+def is_opaque(target: Any) -> bool:
+    """Say whether a node's target is an operator made here."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that shares memory with nothing else."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+__all__ = ["is_opaque", "make_operator", "random_states", "run_without_chance"]

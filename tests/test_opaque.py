@@ -1,0 +1,176 @@
+"""What runs as it is, as one node: it may draw random numbers, write buffers, and return more than tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import compiled
+from habits import Experts, Habit, WithExperts, classes, cross_entropy, features, plain
+from rig import assert_close, lay_out
+from torch import Tensor, nn
+
+from efftra_fx import CompiledModel
+from efftra_fx.errors import CaptureError
+from efftra_fx.passes.batch import is_random
+from efftra_fx.program import micro_batch_rows
+from efftra_fx.runtime.executor import _mix
+
+Found = tuple[float, dict[str, Tensor]]
+
+
+class Noisy(Experts):
+    """Experts that drop some of what they give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5) + 0.1 * torch.randn_like(x)
+
+
+class Used(Experts):
+    """Experts that count their calls, how often each was chosen, and keep a mean of what they saw."""
+
+    calls: Tensor
+    chosen: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("chosen", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.chosen.index_add_(0, self.gate(x).argmax(-1), torch.ones(len(x), dtype=x.dtype))
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean()
+        return super().forward(x)
+
+
+class Mixed(Experts):
+    """Experts that return a tuple with a name, a number and nothing in it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"name": "experts", "count": 3, "none": None, "values": super().forward(x)}
+
+
+def with_first(first: nn.Module) -> Habit:
+    torch.manual_seed(3)
+    model = WithExperts()
+    model.first = first  # type: ignore[assignment]
+    return Habit(model.double(), (features(),), classes(), cross_entropy)
+
+
+def step(program: CompiledModel, habit: Habit, seed: int) -> Found:
+    torch.manual_seed(seed)
+    loss = float(program.step(*habit.args, target=habit.target))
+    gradients = {n: p.grad for n, p in program.named_parameters() if p.grad is not None}
+    for parameter in program.parameters():
+        parameter.grad = None
+    return loss, gradients
+
+
+def eagerly(habit: Habit, seed: int) -> Found:
+    """Run the step on one device, drawing what the plan of one stage and one micro-batch draws."""
+    torch.manual_seed(seed)
+    drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+    torch.manual_seed(_mix(drawn, 0, 0, 0))
+    assert habit.loss_fn is not None
+    loss = habit.loss_fn(habit.model(*habit.args), habit.target)
+    found = torch.autograd.grad(loss, list(habit.model.parameters()), allow_unused=True)
+    names = [n for n, _ in habit.model.named_parameters()]
+    return float(loss.detach()), {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_backward_sees_the_numbers_that_the_forward_drew(recompute: bool) -> None:
+    habit = with_first(Noisy())
+    program = compiled(habit, 1, stages=1, replicas=(1,), micro_batches=1)
+    program = program.with_plan(lay_out(program.plan.blocks, (1,), 1, recompute=(recompute,)))
+    expected = eagerly(habit, 5)
+    found = step(program, habit, 5)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert_close(expected[1], found[1], 1e-9, "gradient")
+    assert step(program, habit, 6)[0] != found[0] == step(program, habit, 5)[0]
+
+
+def test_stages_and_replicas_draw_the_same_for_the_same_seed_and_plan() -> None:
+    habit = with_first(Noisy())
+    program = compiled(habit, 3)
+    program = program.with_plan(lay_out(program.plan.blocks, (2, 1), 3))
+    first, again, other = (step(program, habit, seed) for seed in (1, 1, 2))
+    assert first[0] == again[0] != other[0]
+    assert_close(first[1], again[1], 1e-12, "gradient")
+
+
+class Masked(torch.autograd.Function):
+    """A dropout of one's own, whose backward takes the mask that its forward drew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        mask = torch.rand_like(x) < 0.5
+        ctx.save_for_backward(mask)
+        return x * mask * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask * 2
+
+
+def test_a_custom_function_that_draws_is_run_again_with_the_same_numbers() -> None:
+    torch.manual_seed(3)
+    habit = plain(lambda m, h: Masked.apply(h))  # type: ignore[no-untyped-call]
+    program = compiled(habit, 1, stages=1, replicas=(1,), micro_batches=1)
+    assert sum(is_random(n) for n in program.built.front.gm.graph.nodes if n.op == "call_function") == 1
+    expected, found = eagerly(habit, 5), step(program, habit, 5)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert_close(expected[1], found[1], 1e-9, "gradient")
+
+
+@pytest.mark.parametrize(("shape", "micro_batches"), [((1,), 1), ((1,), 3), ((1, 1), 2)])
+def test_buffers_are_those_of_one_device_that_runs_the_same_parts_in_order(
+    shape: tuple[int, ...], micro_batches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    habit = with_first(Used())
+    twin, (x,) = copy.deepcopy(habit.model), habit.args
+    program = compiled(habit, 2)
+    assert "buffers first.calls, first.chosen, first.seen" in capsys.readouterr().err
+    program = program.with_plan(lay_out(program.plan.blocks, shape, micro_batches))
+    loss, gradients = step(program, habit, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for low, high in micro_batch_rows(len(x), micro_batches):
+        total = total + cross_entropy(twin(x[low:high]), habit.target[low:high]) * (high - low) / len(x)
+    total.backward()
+    assert loss == pytest.approx(float(total.detach()), rel=1e-12)
+    wanted = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    assert_close(wanted, gradients, 1e-9, "gradient")
+    state = program.state_dict()
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-12, atol=0)
+
+
+def test_what_is_no_tensor_in_its_result_is_kept() -> None:
+    class Unpacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Mixed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.inner(x)
+            assert found["name"] == "experts" and found["none"] is None
+            out: Tensor = found["values"] * found["count"]
+            return out
+
+    habit = with_first(Unpacks())
+    program = compiled(habit, 1, stages=1, replicas=(1,), micro_batches=2)
+    found, expected = step(program, habit, 0), eagerly(habit, 0)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert_close(expected[1], found[1], 1e-9, "gradient")
+
+
+def test_what_it_draws_cannot_be_drawn_alike_by_any_plan() -> None:
+    with pytest.raises(CaptureError, match="rng='layout_free' cannot draw what 'first' draws, which runs as it is"):
+        compiled(with_first(Noisy()), 1, rng="layout_free")
