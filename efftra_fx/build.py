@@ -153,7 +153,7 @@ def agreed_plan(
         answer = world.broadcast(answer)
     if problem is not None:
         raise problem
-    return back_end(front, Plan.from_json(answer), report), planned
+    return back_end(front, Plan.from_json(answer), report, cluster=cluster), planned
 
 
 def place(

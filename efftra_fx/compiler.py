@@ -19,12 +19,21 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph
-from efftra_fx.errors import BatchError, CaptureError, CoverageError, InputError, LossError, MemoryPlanError, PlanError
+from efftra_fx.errors import (
+    BatchError,
+    CaptureError,
+    CoverageError,
+    InputError,
+    LossError,
+    MemoryPlanError,
+    PlacementError,
+    PlanError,
+)
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
-from efftra_fx.passes.explain import explain
+from efftra_fx.passes.explain import explain, explain_given
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
@@ -34,6 +43,8 @@ from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
 from efftra_fx.passes.shard import Sharded, shard_stages
 from efftra_fx.passes.shard_cost import with_tensor
+from efftra_fx.passes.shard_explain import HEADING, explain_groups
+from efftra_fx.passes.shard_groups import leaves_machine, place_groups
 from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
 from efftra_fx.passes.synced import Synced, is_synced, sync_stage
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
@@ -421,8 +432,12 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
             return _priced(options.plan, chain, cluster, front.rows, options)
         if options.tensor is not None:
             chain = _with_widths(front, chain, set(options.tensor))
-            plan = _wide_plan(front, names, chain, cluster, options, schedule)
-            return _priced(plan, chain, cluster, front.rows, options)
+            plan = _priced(
+                _wide_plan(front, names, chain, cluster, options, schedule), chain, cluster, front.rows, options
+            )
+            rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
+            figures = evaluate(plan, chain, cluster, front.rows, rules)
+            return replace(plan, explanation=explain_given(plan, figures, chain, cluster))
         if options.cuts is not None:
             plan = _cut_plan(front.gm, names, cluster, options, schedule)
             return _priced(plan, chain, cluster, front.rows, options)
@@ -478,12 +493,19 @@ def _wide_plan(
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
     best: tuple[bool, float] | None = None
     chosen: Plan | None = None
+    misplaced: PlanError | None = None
     for replicas in _replicas_to_try(cluster, options):
-        plan = _wide_plan_of(front, names, chain, cluster, options, schedule, replicas)
+        try:
+            plan = _wide_plan_of(front, names, chain, cluster, options, schedule, replicas)
+        except PlacementError as error:
+            misplaced = misplaced or error
+            continue
         figures = evaluate(plan, chain, cluster, front.rows, rules)
         found = (shortage(plan, cluster, figures) is not None, figures.step_s)
         if best is None or found < best:
             best, chosen = found, plan
+    if chosen is None and misplaced is not None:
+        raise misplaced
     assert chosen is not None
     return chosen
 
@@ -527,9 +549,12 @@ def _wide_plan_of(
             schedule=schedule,
             tensor=1,
         ).plan
+    places = tuple(tuple(sorted(stage.devices)) for stage in plan.stages)
+    if any(leaves_machine(devices, width, cluster) for devices, width in zip(places, widths, strict=True)):
+        places = place_groups(list(zip(replicas, widths, strict=True)), cluster)
     wide = tuple(
-        replace(stage, devices=tuple(sorted(stage.devices)), tensor=width)
-        for stage, width in zip(plan.stages, widths, strict=True)
+        replace(stage, devices=devices, tensor=width)
+        for stage, devices, width in zip(plan.stages, places, widths, strict=True)
     )
     return replace(plan, stages=wide, predicted_step_s=None, lower_bound_s=None, placement="tensor", explanation="")
 
@@ -574,7 +599,9 @@ def _first_block(gm: fx.GraphModule, path: str) -> int:
     return min(found)
 
 
-def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None) -> Back:
+def back_end(
+    front: Front, plan: Plan, report: Report, like: Back | None = None, cluster: Cluster | None = None
+) -> Back:
     """Cut the graph into the plan's stages and describe what crosses between them.
 
     With `like`, tensor groups hold parameters as they do there. Raises PlanError for a plan that divides a batch
@@ -606,6 +633,9 @@ def back_end(front: Front, plan: Plan, report: Report, like: Back | None = None)
             report.graph(f"stage-{index}-tensor-{rank}", graph.gm)
     if any(one is not None for one in sharded):
         report.timed("shard", begin)
+        groups = explain_groups(named, stages, sharded, front.rows, cluster)
+        why = named.explanation.split(HEADING)[0].rstrip("\n")
+        named = replace(named, explanation=f"{why}\n\n{groups}" if why else groups)
     synced: tuple[Synced | None, ...] = (None,) * len(stages)
     if front.statistics in ("synced", "exact"):
         synced = tuple(

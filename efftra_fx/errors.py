@@ -26,6 +26,10 @@ class MemoryPlanError(PlanError):
     """Raise when no plan fits the devices' memory, or a given one does not."""
 
 
+class PlacementError(PlanError):
+    """Raise when tensor groups of given widths do not fit inside machines."""
+
+
 class CaptureError(EfftraError):
     """Raise when a model cannot be captured as a graph that equals it."""
 

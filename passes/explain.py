@@ -63,6 +63,18 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
     return "\n".join(lines) + "\n"
 
 
+def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster) -> str:
+    """What is known of a plan that was not searched for: its stages, the formula filled in, and its memory."""
+    lines = [
+        *about_stages(plan, chain),
+        "",
+        *about_formula(plan, figures),
+        "",
+        *about_memory(plan, figures, cluster),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def rules_of(fixed: dict[str, Any]) -> Rules:
     """The rules that `partition` makes of its keyword arguments."""
     names = ("overlap", "whole_rows", "forwarded_skips", "optimizer_bytes_per_parameter_byte")

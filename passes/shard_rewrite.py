@@ -113,7 +113,7 @@ class _Writer:
             case ("cut", "whole"):
                 return self.add(copy, wanted, collectives.gather, *source)
             case ("cut", "copied"):
-                return self.add(copy, wanted, collectives.gather_copy, *source)
+                return self.add(copy, wanted, collectives.gather_copy if moving else collectives.gather, *source)
             case ("cut", "cut"):
                 whole = self.add(copy, WHOLE, collectives.gather, *source)
                 return self.add(whole, wanted, collectives.share if moving else collectives.part, *target)

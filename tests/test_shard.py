@@ -21,6 +21,7 @@ from efftra_fx.passes.blocks import block_names
 from efftra_fx.passes.shard import Sharded, shard_stage
 from efftra_fx.passes.shard_candidates import find_candidates
 from efftra_fx.passes.shard_choice import Choice, Prices, choose
+from efftra_fx.passes.shard_explain import Moved, exchanges
 from efftra_fx.passes.split import StageGraph
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.signature import read_call
@@ -124,8 +125,11 @@ def test_a_block_has_one_sum_each_way_for_attention_and_for_its_mlp(make: Any) -
     more = changes(three)
     more.subtract(changes(one))
     assert +more == {"copy": 4, "reduce": 4}  # two blocks more: forward sums in reduce, backward sums in copy
-    summed = [n for n in three.stages[0].gm.graph.nodes if n.target in (collectives.copy, collectives.reduce)]
-    assert all(tuple(n.meta["val"].shape)[1:] == (64, 256) for n in summed)  # no more bytes than Megatron moves
+    rows = 3
+    moved = [Counter(exchanges(one, rows)) for one in (one, three)]
+    moved[1].subtract(moved[0])
+    size = rows * 64 * 256 * 4  # what Megatron sums, twice each way
+    assert +moved[1] == {Moved("sum", size, False): 4, Moved("sum", size, True): 4}
     weights = {
         n.rpartition(".")[0]: str(p) for n, p in three.parameters.items() if n.endswith(("up.weight", "down.weight"))
     }
@@ -140,6 +144,9 @@ def test_logits_over_a_large_vocabulary_are_never_put_together() -> None:
     ]
     assert all(50257 not in n.meta["val"].shape for n in gathered)
     assert any(getattr(n.target, "__name__", "") == "cross_entropy_part" for n in sharded.stages[0].gm.graph.nodes)
+    rows, length, width = 2, 64, 64
+    largest = max(one.size_bytes for one in exchanges(sharded, rows))
+    assert largest <= rows * length * width * 4  # hidden values at most, 785 times smaller than the logits
 
 
 def test_heads_that_do_not_divide_are_dealt_out_unevenly_and_never_split() -> None:

@@ -34,11 +34,16 @@ FAST, SLOW = Link(1e11, 1e-6), Link(1e6, 1e-2)
 def test_a_layer_too_large_for_a_device_is_cut() -> None:
     program = planned(50 * MEGABYTE, SLOW)
     assert [stage.tensor for stage in program.plan.stages].count(2) == 1
-    assert "2" in program.plan.explain()
+    text = program.plan.explain()
+    assert ", 2 wide" in text and "ranks [0, 1], inside a machine" in text
+    assert "data parallelism alone: does not fit the memory" in text
+    assert "whole on every rank: 4.bias" in text and "forward of " in text
 
 
 def test_slow_links_keep_the_width_at_one_where_memory_allows() -> None:
-    assert all(stage.tensor == 1 for stage in planned(1000 * MEGABYTE, SLOW).plan.stages)
+    plan = planned(1000 * MEGABYTE, SLOW).plan
+    assert all(stage.tensor == 1 for stage in plan.stages)
+    assert "wide" not in plan.explain() and "step = " in plan.explain()
 
 
 def test_fast_links_and_large_gradients_make_width_two_pay() -> None:
