@@ -180,7 +180,9 @@ Maker = Callable[[fx.Node, dict[str, Any]], Axes | None]
 _MAKERS: dict[Any, Maker] = {}
 
 
-def _for(*targets: Any) -> Callable[[Maker], Maker]:
+def letters_of(*targets: Any) -> Callable[[Maker], Maker]:
+    """Enter what finds the letters of calls of these operators; it gets a call's arguments by name."""
+
     def enter(maker: Maker) -> Maker:
         for target in targets:
             _MAKERS[target] = maker
@@ -194,7 +196,7 @@ def _terms(*pairs: tuple[Any, Letters]) -> tuple[Letters, ...]:
     return tuple(names for operand, names in pairs if isinstance(operand, fx.Node))
 
 
-@_for(aten.linear.default)
+@letters_of(aten.linear.default)
 def _linear(node: fx.Node, a: dict[str, Any]) -> Axes:
     lead = letters("b", rank_of(a["input"]) - 1)
     n, k = ("n", 1), ("k", 1)
@@ -202,13 +204,13 @@ def _linear(node: fx.Node, a: dict[str, Any]) -> Axes:
     return Axes(terms, ((*lead, n),), frozenset("k"), frozenset({2}) if len(terms) == 3 else frozenset(), ("n", "k"))
 
 
-@_for(aten.mm.default)
+@letters_of(aten.mm.default)
 def _mm(node: fx.Node, a: dict[str, Any]) -> Axes:
     m, k, n = ("m", 1), ("k", 1), ("n", 1)
     return Axes(((m, k), (k, n)), ((m, n),), frozenset("k"), seeds=("n", "k"))
 
 
-@_for(aten.addmm.default)
+@letters_of(aten.addmm.default)
 def _addmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if (a["beta"], a["alpha"]) != (1, 1):
         return None
@@ -217,13 +219,13 @@ def _addmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes((bias, (m, k), (k, n)), ((m, n),), frozenset("k"), frozenset({0}), ("n", "k"))
 
 
-@_for(aten.bmm.default)
+@letters_of(aten.bmm.default)
 def _bmm(node: fx.Node, a: dict[str, Any]) -> Axes:
     b, m, k, n = ("b", 1), ("m", 1), ("k", 1), ("n", 1)
     return Axes(((b, m, k), (b, k, n)), ((b, m, n),), frozenset("k"), seeds=("b", "n", "k"))
 
 
-@_for(aten.baddbmm.default)
+@letters_of(aten.baddbmm.default)
 def _baddbmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if (a["beta"], a["alpha"]) != (1, 1):
         return None
@@ -232,12 +234,15 @@ def _baddbmm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes((extra, (b, m, k), (b, k, n)), ((b, m, n),), frozenset("k"), frozenset({0}), ("b", "n", "k"))
 
 
-@_for(aten.matmul.default)
+@letters_of(aten.matmul.default)
 def _matmul(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     left, right = value_of(a["self"]), value_of(a["other"])
+    out = results(node)[0]
+    if left.ndim > 1 and right.ndim == 1:
+        names = letters("m", left.ndim - 1)
+        return Axes(((*names, ("k", 1)), (("k", 1),)), (names,), frozenset("k"), seeds=("k",))
     if left.ndim < 2 or right.ndim < 2:
         return None
-    out = results(node)[0]
     lead = letters("b", out.ndim - 2)
     m, k, n = ("m", 1), ("k", 1), ("n", 1)
     first = aligned(a["self"], out, (*lead, None, None))[:-2]
@@ -246,25 +251,60 @@ def _matmul(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes(((*first, m, k), (*second, k, n)), ((*lead, m, n),), frozenset("k"), seeds=seeds)
 
 
-@_for(aten.einsum.default)
+@letters_of(aten.mv.default)
+def _mv(node: fx.Node, a: dict[str, Any]) -> Axes:
+    return Axes(((("m", 1), ("k", 1)), (("k", 1),)), ((("m", 1),),), frozenset("k"), seeds=("k",))
+
+
+@letters_of(aten.prelu.default, aten._prelu_kernel.default)
+def _prelu(node: fx.Node, a: dict[str, Any]) -> Axes | None:
+    """A slope for each channel, or one for all."""
+    names, slope = letters("d", rank_of(a["self"])), value_of(a["weight"])
+    if slope.ndim == rank_of(a["self"]):
+        return pointwise(node)
+    return Axes((names, (None if extents(slope) == (1,) else names[1],) * slope.ndim), (names,))
+
+
+@letters_of(aten.einsum.default)
 def _einsum(node: fx.Node, a: dict[str, Any]) -> Axes | None:
-    equation = a["equation"].replace(" ", "")
-    if "->" not in equation or "." in equation:
-        return None
-    left, right = equation.split("->")
+    """The equation's own letters; dots stand for further ones, and a dimension of length one is broadcast."""
+    left, arrow, right = a["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != len(operands(node)) or any(len(set(term)) != len(term) for term in terms):
+    values = [value_of(operand) for operand in operands(node)]
+    if len(terms) != len(values) or a.get("path") is not None:
         return None
-    names = tuple(tuple((char, 1) for char in term) for term in terms)
-    for operand, term in zip(operands(node), terms, strict=True):
-        if len(term) != rank_of(operand) or 1 in extents(value_of(operand)):
-            return None
-    summed = frozenset(left.replace(",", "")) - frozenset(right)
-    out = (tuple((char, 1) for char in right),)
-    return Axes(names, out, summed, seeds=tuple(dict.fromkeys(left.replace(",", ""))))
+    dots = max((v.ndim - len(t) + 3 for v, t in zip(values, terms, strict=True) if "..." in t), default=0)
+    further = [f"dot{index}" for index in range(dots)]
+    spelt = [_spelt(term, further, value.ndim) for term, value in zip(terms, values, strict=True)]
+    if any(len(set(names)) != len(names) for names in spelt):
+        return None
+    everything = [name for names in spelt for name in names]
+    single = sorted(name for name in set(everything) if everything.count(name) == 1 and name not in further)
+    out = _spelt(right, further, len(right) - 3 + dots) if arrow else [*further, *single]
+    sizes: dict[str, set[int | None]] = {}
+    for names, value in zip(spelt, values, strict=True):
+        for name, size in zip(names, extents(value), strict=True):
+            sizes.setdefault(name, set()).add(size)
+
+    def letter(name: str, size: int | None) -> Letter:
+        return None if size == 1 and sizes[name] != {1} else (name, 1)
+
+    given = tuple(
+        tuple(letter(name, size) for name, size in zip(names, extents(value), strict=True))
+        for names, value in zip(spelt, values, strict=True)
+    )
+    made = (tuple((name, 1) for name in out),)
+    return Axes(given, made, frozenset(everything) - frozenset(out), seeds=tuple(dict.fromkeys(everything)))
 
 
-@_for(aten.embedding.default)
+def _spelt(term: str, further: list[str], count: int) -> list[str]:
+    """Return the letters of an einsum's term for an operand of so many dimensions."""
+    head, dots, rest = term.partition("...")
+    extra = count - len(head) - len(rest)
+    return [*head, *(further[len(further) - extra :] if dots and extra else []), *rest]
+
+
+@letters_of(aten.embedding.default)
 def _embedding(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if a["scale_grad_by_freq"] or a["sparse"]:
         return None
@@ -272,9 +312,9 @@ def _embedding(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes(((("v", 1), ("d", 1)), lead), ((*lead, ("d", 1)),), frozenset("v"), seeds=("v", "d"))
 
 
-@_for(aten.scaled_dot_product_attention.default)
+@letters_of(aten.scaled_dot_product_attention.default)
 def _attention(node: fx.Node, a: dict[str, Any]) -> Axes | None:
-    if a["dropout_p"]:
+    if a["dropout_p"] and torch.cuda.is_available():  # fused kernels there draw in an order of their own
         return None
     out = results(node)[0]
     query, key = value_of(a["query"]), value_of(a["key"])
@@ -297,7 +337,7 @@ def _attention(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes(terms, (names,), seeds=tuple(one[0] for one in lead if one is not None))
 
 
-def _keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Letters, ...] = ()) -> Axes:
+def keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Letters, ...] = ()) -> Axes:
     """Return letters for a call that looks along `dims` only and keeps every dimension."""
     count = rank_of(operand)
     along = {d % count for d in dims} if count else set()
@@ -306,7 +346,7 @@ def _keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Lette
     return Axes((names, *rest), made)
 
 
-@_for(
+@letters_of(
     aten.softmax.int,
     aten._softmax.default,
     aten.log_softmax.int,
@@ -317,18 +357,23 @@ def _keeping(node: fx.Node, operand: Any, dims: Sequence[int], rest: tuple[Lette
     aten.flip.default,
     aten.cumprod.default,
     aten.logcumsumexp.default,
+    aten.sort.stable,
+    aten.argsort.default,
+    aten.argsort.stable,
+    aten.cummax.default,
+    aten.cummin.default,
 )
 def _along_dim(node: fx.Node, a: dict[str, Any]) -> Axes:
     dims = a["dims"] if "dims" in a else [a["dim"]]
-    return _keeping(node, a["self"], dims)
+    return keeping(node, a["self"], dims)
 
 
-@_for(aten.tril.default, aten.triu.default)
+@letters_of(aten.tril.default, aten.triu.default)
 def _triangle(node: fx.Node, a: dict[str, Any]) -> Axes:
-    return _keeping(node, a["self"], (-1, -2))
+    return keeping(node, a["self"], (-1, -2))
 
 
-@_for(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default)
+@letters_of(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default)
 def _layer_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
     count = rank_of(a["input"])
     lead = letters("b", count - len(a["normalized_shape"]))
@@ -338,7 +383,7 @@ def _layer_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
     return Axes(terms, (names,) * len(results(node)))
 
 
-@_for(aten.group_norm.default, aten.native_group_norm.default)
+@letters_of(aten.group_norm.default, aten.native_group_norm.default)
 def _group_norm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if node.target is not aten.group_norm.default:
         return None
@@ -350,7 +395,7 @@ def _group_norm(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes(_terms((a["input"], names), (a["weight"], (one,)), (a["bias"], (one,))), (names,))
 
 
-@_for(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+@letters_of(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
       aten.batch_norm.default, aten._native_batch_norm_legit.no_stats)  # fmt: skip
 def _batch_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
     c: Letter = ("c", 1)
@@ -363,7 +408,7 @@ def _batch_norm(node: fx.Node, a: dict[str, Any]) -> Axes:
     return Axes(_terms((a["input"], names), *((v, (c,)) for v in vectors)), made)
 
 
-@_for(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+@letters_of(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
       aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
       aten.conv_transpose3d.input)  # fmt: skip
 def _convolution(node: fx.Node, a: dict[str, Any]) -> Axes | None:
@@ -378,18 +423,16 @@ def _convolution(node: fx.Node, a: dict[str, Any]) -> Axes | None:
         terms = _terms((a["input"], (None, i, *spatial)), (a["weight"], weight), (a["bias"], (o,)))
         added = frozenset({2}) if len(terms) == 3 else frozenset[int]()
         return Axes(terms, ((None, o, *spatial),), frozenset("i"), added, ("o", "i"))
-    if turned:
-        return None
-    inputs, outputs = extents(value_of(a["input"]))[1], extents(value_of(a["weight"]))[0]
+    inputs, outputs = extents(value_of(a["input"]))[1], extents(results(node)[0])[1]
     assert inputs is not None and outputs is not None
     per_in, per_out = ("g", inputs // groups), ("g", outputs // groups)
-    terms = _terms(
-        (a["input"], (None, per_in, *spatial)), (a["weight"], (per_out, None, *spatial)), (a["bias"], (per_out,))
-    )
+    weight = (per_in if turned else per_out, None, *spatial)
+    terms = _terms((a["input"], (None, per_in, *spatial)), (a["weight"], weight), (a["bias"], (per_out,)))
     return Axes(terms, ((None, per_out, *spatial),), seeds=("g",))
 
 
-@_for(aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten.max_pool1d.default,
+@letters_of(aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default,
+      aten.max_pool1d.default,
       aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default,
       aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_nearest2d.vec,
       aten.upsample_bilinear2d.vec, aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default)  # fmt: skip
@@ -398,14 +441,14 @@ def _spatial(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if rank_of(operand) < 3:
         return None
     spatial = 1 if "1d" in str(node.target) else 2
-    return _keeping(node, operand, range(rank_of(operand) - spatial, rank_of(operand)))
+    return keeping(node, operand, range(rank_of(operand) - spatial, rank_of(operand)))
 
 
-@_for(aten.constant_pad_nd.default, aten.pad.default)
+@letters_of(aten.constant_pad_nd.default, aten.pad.default)
 def _pad(node: fx.Node, a: dict[str, Any]) -> Axes:
     count = rank_of(a["self"])
     padded = [d for d in range(len(a["pad"]) // 2) if a["pad"][2 * d] or a["pad"][2 * d + 1]]
-    return _keeping(node, a["self"], [count - 1 - d for d in padded])
+    return keeping(node, a["self"], [count - 1 - d for d in padded])
 
 
 def _reduced(node: fx.Node, dims: Any, keep: bool, adds: bool) -> Axes:
@@ -419,12 +462,12 @@ def _reduced(node: fx.Node, dims: Any, keep: bool, adds: bool) -> Axes:
     return Axes((names,), (out,) * len(results(node)), summed, linear=moving)
 
 
-@_for(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+@letters_of(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 def _sum(node: fx.Node, a: dict[str, Any]) -> Axes:
     return _reduced(node, a.get("dim"), bool(a.get("keepdim")), True)
 
 
-@_for(aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.var.correction, aten.std.correction,
+@letters_of(aten.amax.default, aten.amin.default, aten.logsumexp.default, aten.var.correction, aten.std.correction,
       aten.prod.dim_int, aten.argmax.default, aten.max.dim, aten.min.dim, aten.any.dim, aten.all.dim,
       aten.linalg_vector_norm.default, aten.var_mean.correction)  # fmt: skip
 def _over_dims(node: fx.Node, a: dict[str, Any]) -> Axes:
@@ -433,7 +476,7 @@ def _over_dims(node: fx.Node, a: dict[str, Any]) -> Axes:
     return _reduced(node, dims, bool(a.get("keepdim")), False)
 
 
-@_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+@letters_of(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
       aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default)  # fmt: skip
 def _loss_of_elements(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     given = operands(node)
@@ -447,7 +490,7 @@ def _loss_of_elements(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes(terms, ((),), frozenset(one[0] for one in names if one is not None))
 
 
-@_for(aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
+@letters_of(aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.squeeze.default,
       aten.squeeze.dim, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.movedim.int)  # fmt: skip
 def _rearranged(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     value = value_of(a["self"])
@@ -483,21 +526,21 @@ def _rearranged(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes((tuple(names),), (tuple(out),), linear=(frozenset({0}),))
 
 
-@_for(aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
+@letters_of(aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
       aten.to.dtype, aten.type_as.default, aten.detach_.default)  # fmt: skip
 def _same(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     axes = pointwise(node)
     return axes
 
 
-@_for(aten.expand.default)
+@letters_of(aten.expand.default)
 def _expand(node: fx.Node, a: dict[str, Any]) -> Axes:
     out = results(node)[0]
     names = letters("d", out.ndim)
     return Axes((aligned(a["self"], out, names),), (names,), linear=(frozenset({0}),))
 
 
-@_for(aten.repeat_interleave.self_int)
+@letters_of(aten.repeat_interleave.self_int)
 def _repeat_interleave(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     if a["dim"] is None or not isinstance(a["repeats"], int):
         return None
@@ -508,45 +551,14 @@ def _repeat_interleave(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     return Axes((tuple(names),), (tuple(out),), linear=(frozenset({0}),))
 
 
-@_for(aten.gather.default)
-def _gather(node: fx.Node, a: dict[str, Any]) -> Axes:
-    value, index = value_of(a["self"]), value_of(a["index"])
-    d = a["dim"] % value.ndim
-    names = tuple(
-        None if i == d or value.shape[i] != index.shape[i] else one for i, one in enumerate(letters("d", value.ndim))
-    )
-    return Axes((names, names), (names,))
-
-
-@_for(aten.index_select.default)
-def _index_select(node: fx.Node, a: dict[str, Any]) -> Axes:
-    axes = _keeping(node, a["self"], [a["dim"]], ((None,),))
-    return axes
-
-
-@_for(aten.index.Tensor)
-def _index(node: fx.Node, a: dict[str, Any]) -> Axes | None:
-    """Only leading dimensions are indexed: the others pass."""
-    indices = list(a["indices"])
-    if not indices or any(one is None or value_of(one).dtype is torch.bool for one in indices):
-        return None
-    out = results(node)[0]
-    count = rank_of(a["self"])
-    kept = letters("d", count)[len(indices) :]
-    names = (*(None for _ in indices), *kept)
-    picked = out.ndim - len(kept)
-    rest = tuple(tuple(None for _ in range(rank_of(one))) for one in indices)
-    return Axes((names, *rest), ((*(None for _ in range(picked)), *kept),))
-
-
-@_for(aten.broadcast_tensors.default)
+@letters_of(aten.broadcast_tensors.default)
 def _broadcast(node: fx.Node, a: dict[str, Any]) -> Axes:
     out = results(node)[0]
     names = letters("d", out.ndim)
     return Axes(tuple(aligned(o, out, names) for o in operands(node)), (names,) * len(results(node)))
 
 
-@_for(aten.stack.default)
+@letters_of(aten.stack.default)
 def _stack(node: fx.Node, a: dict[str, Any]) -> Axes:
     count = rank_of(operands(node)[0])
     names = letters("d", count)
@@ -555,7 +567,7 @@ def _stack(node: fx.Node, a: dict[str, Any]) -> Axes:
     return Axes((names,) * len(operands(node)), (tuple(out),), linear=(frozenset(range(len(operands(node)))),))
 
 
-@_for(aten.dropout.default, aten.native_dropout.default)
+@letters_of(aten.dropout.default, aten.native_dropout.default)
 def _dropout(node: fx.Node, a: dict[str, Any]) -> Axes:
     """A cut dropout draws the whole value's mask and keeps its share; see `dropout_part`."""
     names = letters("d", rank_of(a["input"]))
@@ -571,7 +583,11 @@ __all__ = [
     "extents",
     "hint",
     "hints",
+    "keeping",
+    "letters",
+    "letters_of",
     "operands",
+    "rank_of",
     "results",
     "value_of",
 ]

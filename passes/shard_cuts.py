@@ -96,6 +96,22 @@ class Cut:
         first = self.segment(0, size)
         return first if first is not None and first.repeat(self.size // size) == self else None
 
+    def around(self, start: int, size: int) -> Cut | None:
+        """Return a cut of `size` indices whose segment from `start` on this is; None if a rank would get no more.
+
+        Where the size is a multiple, pieces like this one are cut alike (so thirds of a fused weight by heads).
+
+        >>> Cut.even(4, 2).around(4, 8).parts
+        (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+        """
+        if size % self.size == 0 and start % self.size == 0:
+            return self.repeat(size // self.size)
+        ends = start, size - start - self.size
+        before, after = (Cut.even(rest, self.width) if rest else None for rest in ends)
+        if any(rest and cut is None for rest, cut in zip(ends, (before, after), strict=True)):
+            return None
+        return chain_cuts([cut for cut in (before, self, after) if cut is not None])
+
     def segment(self, start: int, stop: int) -> Cut | None:
         """Return the cut of the indices [start, stop), counted from 0; None if a rank has none of them."""
         parts = [

@@ -68,6 +68,39 @@ def _whole_ones(x: Tensor, dim: int, ranges: Ranges, size: int) -> Tensor:
     return x.new_ones((*x.shape[:dim], size * periods, *x.shape[dim + 1 :]))
 
 
+def attention_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    dim: int,
+    ranges: Ranges,
+    size: int,
+) -> Tensor:
+    """Return scaled dot-product attention with dropout of which a leading dimension is cut.
+
+    The weights are dropped that the whole value's mask drops, drawn as on one device without fused kernels.
+    """
+    if grouped:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    weights = aten._safe_softmax.default(scores, -1) if mask is not None else scores.softmax(-1)
+    result: Tensor = dropout_part(weights, p, dim, ranges, size) @ value
+    return result
+
+
 def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, fraction: float) -> Tensor:
     """Return this rank's part of a mean of which it has a fraction of the elements (partial sums)."""
     result: Tensor = aten.mean.dim(x, list(dims), keepdim) if dims else aten.mean.default(x)
@@ -75,6 +108,7 @@ def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, fraction: float) ->
 
 
 __all__ = [
+    "attention_part",
     "cross_entropy_part",
     "dropout_part",
     "embedding_part",

@@ -17,9 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from . import shard_index as shard_index  # enters its operators' letters
 from .shard_axes import Axes, axes_of, coefficient, extents, hint, hints, operands, results, value_of
 from .shard_cuts import COPIED, PARTIAL, WHOLE, Cut, Placement, chain_cuts, cut_along
-from .shard_parts import cross_entropy_part, dropout_part, embedding_part, mean_part, native_dropout_part
+from .shard_parts import (
+    attention_part,
+    cross_entropy_part,
+    dropout_part,
+    embedding_part,
+    mean_part,
+    native_dropout_part,
+)
 
 aten = torch.ops.aten
 
@@ -68,6 +76,8 @@ def complete(node: fx.Node, result: bool, index: int, dim: int, cut: Cut, find: 
         return _glu(node, result, dim, cut)
     if target is aten.cross_entropy_loss.default:
         return None if result else _cross_entropy(node, index, dim, cut)
+    if target is aten.slice.Tensor and (bounds := slice_bounds(node, dim)) is not None:
+        return _slice(result, dim, cut, *bounds)
     axes = axes_of(node)
     if axes is None:
         return None
@@ -349,6 +359,29 @@ def _glu(node: fx.Node, result: bool, dim: int, cut: Cut) -> Strategy | None:
     return Strategy((cut_along(dim, chain_cuts((half, half))),), (cut_along(dim, half),), half.share, "glu")
 
 
+def slice_bounds(node: fx.Node, dim: int) -> tuple[int, int, int] | None:
+    """Return start, stop and the whole's size where a call slices a dimension in steps of one; None elsewhere."""
+    whole = value_of(operands(node)[0])
+    given: list[Any] = list(node.args[1:])
+    along, start, stop, step = [*given, *(0, None, None, 1)[len(given) :]]
+    size = extents(whole)[dim]
+    if node.kwargs or along % whole.ndim != dim or size is None or extents(results(node)[0])[dim] in (None, size):
+        return None
+    if step != 1 or not all(bound is None or isinstance(bound, int) for bound in (start, stop)):
+        return None
+    first, last, _ = slice(start, stop).indices(size)
+    return first, last, size
+
+
+def _slice(result: bool, dim: int, cut: Cut, start: int, stop: int, size: int) -> Strategy | None:
+    """What a rank has of a slice is one run of its share; no rank may be left without."""
+    whole = cut.around(start, size) if result else cut
+    piece = None if whole is None or whole.size != size else whole.segment(start, stop)
+    if whole is None or piece is None or (result and piece != cut):
+        return None
+    return Strategy((cut_along(dim, whole),), (cut_along(dim, piece),), piece.share, "slice")
+
+
 def _cross_entropy(node: fx.Node, index: int, dim: int, cut: Cut) -> Strategy | None:
     """Classes may be cut in runs where targets are class numbers and nothing is weighted or smoothed."""
     given = operands(node)
@@ -436,6 +469,28 @@ def _split_apart(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], k
     return aten.split_with_sizes.default, (args[0], [_length(p, rank) for p in s.outputs], along), {}
 
 
+@_local(aten.slice.Tensor)
+def _own_slice(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place = s.inputs[0]
+    bounds = None if place.cut is None else slice_bounds(node, place.dim)
+    if bounds is None or place.cut is None:
+        return node.target, args, kwargs
+    first, stop = (sum(max(0, min(b, at) - a) for a, b in place.cut.parts[rank]) for at in bounds[:2])
+    return node.target, (args[0], place.dim, first, stop), {}
+
+
+@_local(aten.scaled_dot_product_attention.default)
+def _own_attention(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    schema = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    bound = {**dict(zip(schema, args, strict=False)), **kwargs}
+    place = s.outputs[0]
+    if not bound.get("dropout_p") or place.cut is None:
+        return node.target, args, kwargs
+    options = (bound.get("is_causal", False), bound.get("scale"), bound.get("enable_gqa", False))
+    where = (place.dim, place.cut.parts[rank], place.cut.size)
+    return attention_part, (*args[:3], bound.get("attn_mask"), bound["dropout_p"], *options, *where), {}
+
+
 @_local(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeezed(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Squeeze what the whole value would: a rank's share of length one stays."""
@@ -455,7 +510,8 @@ def _own_groups(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kw
 
 
 @_local(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
-        aten.conv3d.padding, aten.convolution.default)  # fmt: skip
+        aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default, aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input)  # fmt: skip
 def _own_channels(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if s.inner != "g":
         return node.target, args, kwargs
