@@ -70,6 +70,29 @@ class Option:
             raise CostError(f"tensor must be 1 or more, got {self.tensor}")
 
 
+EXCHANGES = ("sum", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What the ranks of a tensor group exchange once `at` (0 to 1) of a computation is done.
+
+    `size_bytes` are those of the whole value; a gather or a scatter moves half as much as a sum.
+    """
+
+    at: float
+    kind: str
+    size_bytes: float
+
+    def __post_init__(self) -> None:
+        check_amount("at", self.at)
+        check_amount("size_bytes", self.size_bytes)
+        if self.at > 1:
+            raise CostError(f"at must be from 0 to 1, got {self.at}")
+        if self.kind not in EXCHANGES:
+            raise CostError(f"kind must be one of {', '.join(EXCHANGES)}, got {self.kind!r}")
+
+
 @dataclass(frozen=True)
 class NodeCost:
     """Cost of a block (or node) on one device; `options` are further ways to compute it.

@@ -11,11 +11,12 @@ from torch import Tensor, fx
 
 from efftra_fx import collectives
 from efftra_fx.cluster import Cluster
+from efftra_fx.cost import Exchanged
 from efftra_fx.meta import ROLE
 from efftra_fx.plan import Plan, Stage
 
 from .blocks import size_at
-from .shapes import elements
+from .shapes import elements, operations
 from .shard import Sharded
 from .shard_parts import cross_entropy_part
 from .split import StageGraph
@@ -45,18 +46,38 @@ class Moved:
 
 def exchanges(sharded: Sharded, rows: int) -> tuple[Moved, ...]:
     """Return what the ranks of a group exchange for a micro-batch part of so many rows, in the order of the graph."""
-    found = []
-    for node in sharded.stages[0].gm.graph.nodes:
-        forward, backward = _KINDS.get(node.target, ("", ""))
-        if node.target is cross_entropy_part:
-            number = _bytes(node.args[1], rows) // node.args[1].meta["val"].element_size()
-            number *= node.args[0].meta["val"].element_size()
-            found += [Moved("gather", sharded.width * number, False), Moved("sum", 2 * number, False)]
-        if forward:
-            found.append(Moved(forward, _bytes(node, rows), False))
-        if backward:
-            found.append(Moved(backward, _bytes(node, rows), True))
+    return tuple(
+        Moved(kind, size, backward)
+        for node in sharded.stages[0].gm.graph.nodes
+        for backward in (False, True)
+        for kind, size in _exchanged(node, sharded.width, rows, backward)
+    )
+
+
+def timed_exchanges(sharded: Sharded, rows: int, backward: bool) -> tuple[Exchanged, ...]:
+    """Return what a simulation needs: each exchange of a forward or backward, and how much is computed before it.
+
+    A backward goes through the graph from its end.
+    """
+    nodes = [node for node in sharded.stages[0].gm.graph.nodes if node.op == "call_function"]
+    work = {node: float(size_at(operations(node), rows)) for node in nodes}
+    total, done = sum(work.values()), 0.0
+    found: list[Exchanged] = []
+    for node in reversed(nodes) if backward else nodes:
+        at = min(done / total, 1.0) if total else 0.0
+        found += [Exchanged(at, kind, size) for kind, size in _exchanged(node, sharded.width, rows, backward)]
+        done += work[node]
     return tuple(found)
+
+
+def _exchanged(node: fx.Node, width: int, rows: int, backward: bool) -> list[tuple[str, int]]:
+    """Return kinds and bytes of what a node of a rank's graph exchanges."""
+    if node.target is cross_entropy_part and not backward:
+        logits, target = node.args[0].meta["val"], node.args[1].meta["val"]
+        column = int(size_at(elements(target), rows)) * int(logits.element_size())
+        return [("gather", width * column), ("sum", 2 * column)]
+    kind = _KINDS.get(node.target, ("", ""))[backward]
+    return [(kind, _bytes(node, rows))] if kind else []
 
 
 def _bytes(node: fx.Node, rows: int) -> int:
@@ -121,4 +142,4 @@ def _moved(moved: Sequence[Moved], backward: bool) -> str:
     return ", ".join(parts) or "nothing is exchanged"
 
 
-__all__ = ["HEADING", "Moved", "exchanges", "explain_groups"]
+__all__ = ["HEADING", "Moved", "exchanges", "explain_groups", "timed_exchanges"]

@@ -4,19 +4,22 @@ Model: a rank does one instruction after another. A message moves once it has be
 posted on both sides and the messages before it between the same two ranks, in the
 same direction, have left; sending costs the rank no time. A computation starts when
 what it receives is there; in a synced stage it starts and ends together with those of
-the other replicas that have rows of the same micro-batch. A collective starts when all its members have come and are
-done with those before, and costs what a ring costs; only `join` and `update` wait
-for its end. Every time is a maximum or a sum of earlier times, so no
-order of events has to be kept: each rank is followed as far as times are known.
+the other replicas that have rows of the same micro-batch. Where a stage is several
+ranks wide, its computations stop at each exchange until all ranks of the group have
+come to it. A collective starts when all its members have come and are done with those
+before, and costs what a ring costs; only `join` and `update` wait for its end. Every
+time is a maximum or a sum of earlier times, so no order of events has to be kept: each
+rank is followed as far as times are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from efftra_fx.cluster import Link
+from efftra_fx.cost import Exchanged
 from efftra_fx.errors import DeadlockError
 from efftra_fx.memory import Memory, peak_memory
 from efftra_fx.program import (
@@ -39,10 +42,15 @@ from efftra_fx.program import (
 )
 from efftra_fx.program_text import print_instruction
 
-from .timeline import Span, Timeline
+from .timeline import Exchange, Span, Timeline
 
 SCALAR_BYTES = 8
 _COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
+
+
+def no_exchanges(stage: int, rows: int, backward: bool) -> tuple[Exchanged, ...]:
+    """Return nothing: what ranks of a group exchange is part of the durations."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -51,13 +59,26 @@ class Durations:
 
     Where weight gradients are computed apart, `input_share` of the backward is for
     the gradients of the inputs. `speed` divides the times of each rank; a rank that
-    it does not list has speed 1.
+    it does not list has speed 1. `exchanges` lists what a wide stage's ranks exchange
+    in the forward or the backward of so many rows; the seconds are without them. Those
+    of a backward take place while the gradients of the inputs are computed.
     """
 
     forward_s: Callable[[int, int], float]
     backward_s: Callable[[int, int], float]
     input_share: float = 0.5
     speed: tuple[float, ...] = ()
+    exchanges: Callable[[int, int, bool], Sequence[Exchanged]] = no_exchanges
+
+    def inside(self, instruction: Instruction, rows: Mapping[int, int]) -> Sequence[Exchanged]:
+        """Return what the ranks of a group exchange on the way of an instruction."""
+        match instruction:
+            case Forward(stage, k):
+                return self.exchanges(stage, rows[k], False)
+            case Backward(stage, k) | BackwardInput(stage, k):
+                return self.exchanges(stage, rows[k], True)
+            case _:
+                return ()
 
     def of(self, rank: int, instruction: Instruction, rows: Mapping[int, int]) -> float:
         """Return the seconds of an instruction, given the rows of the rank's micro-batches; 0 if it computes none."""
@@ -101,7 +122,7 @@ def simulate(
         for index, instruction in enumerate(programs[rank].instructions)
     )
     peaks = {} if memory is None else {rank: peak_memory(programs[rank], wiring, memory) for rank in sorted(programs)}
-    return Timeline(spans, "simulated", peaks)
+    return Timeline(spans, "simulated", peaks, tuple(run.exchanged))
 
 
 def all_reduce_s(size_bytes: int, ranks: tuple[int, ...], link: Callable[[int, int], Link]) -> float:
@@ -114,6 +135,21 @@ def all_reduce_s(size_bytes: int, ranks: tuple[int, ...], link: Callable[[int, i
         return 0.0
     ring = [link(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
     return 2 * (count - 1) * max(one.seconds(size_bytes / count) for one in ring)
+
+
+def exchange_s(exchange: Exchanged, ranks: tuple[int, ...], link: Callable[[int, int], Link]) -> float:
+    """Return the seconds of an exchange: a ring all-reduce, or one of its two halves."""
+    return all_reduce_s(int(exchange.size_bytes), ranks, link) * (1.0 if exchange.kind == "sum" else 0.5)
+
+
+@dataclass
+class _Way:
+    """How far a rank has come in a computation with exchanges: when it began, the next exchange, and the time."""
+
+    start_s: float
+    next: int
+    now_s: float
+    arrived: bool = False
 
 
 class _Run:
@@ -153,14 +189,23 @@ class _Run:
             for one in program.instructions if program.synced else ():
                 if isinstance(one, _COMPUTATIONS):
                     self.meetings.setdefault(one, []).append(rank)
+        groups: dict[tuple[int | None, int], list[int]] = {}
+        for rank, program in sorted(programs.items()):
+            groups.setdefault((program.stage, program.replica), []).append(rank)
+        self.groups = {rank: tuple(group) for group in groups.values() for rank in group}
+        self.ways: dict[int, _Way] = {}  # of the ranks that are in the middle of a computation
+        self.arrivals: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}  # by group and number of the exchange
+        self.passed = dict.fromkeys(programs, 0)  # exchanges so far
+        self.exchanged: list[Exchange] = []
+        self.moved = False  # whether any rank has come further in this round
 
     def to_the_end(self) -> None:
-        moving = True
-        while moving:
-            moving = False
+        self.moved = True
+        while self.moved:
+            self.moved = False
             for rank in self.programs:
                 while self.step(rank):
-                    moving = True
+                    self.moved = True
         stuck = [rank for rank, at in sorted(self.at.items()) if at < len(self.programs[rank].instructions)]
         if stuck:
             places = (f"rank {rank} at {self.at[rank]} ({print_instruction(self.present(rank))})" for rank in stuck)
@@ -193,7 +238,10 @@ class _Run:
         start_s = max([self.clock_s[rank], *(self.spans[rank, index][1] for index in needed)])
         if isinstance(instruction, Update):
             start_s = max(start_s, self.lane_s[rank])
-        end_s = start_s + self.durations.of(rank, instruction, self.rows[rank])
+        end = self.compute(rank, instruction, start_s)
+        if end is None:
+            return False
+        end_s = end
         if isinstance(instruction, Backward | BackwardWeight):
             self.backward_span[rank] = start_s, end_s
         self.finish(rank, start_s, end_s)
@@ -212,12 +260,43 @@ class _Run:
                 return False
             begins.append(max([self.clock_s[rank], *(self.spans[rank, index][1] for index in needed)]))
         start_s = max(begins)
-        end_s = start_s + max(self.durations.of(rank, instruction, self.rows[rank]) for rank in ranks)
+        end_s = start_s + max(self.alone_s(rank, instruction) for rank in ranks)
         for rank in ranks:
             if isinstance(instruction, Backward | BackwardWeight):
                 self.backward_span[rank] = start_s, end_s
             self.finish(rank, start_s, end_s)
         return True
+
+    def alone_s(self, rank: int, instruction: Instruction) -> float:
+        """Return the seconds of a computation and its exchanges, waits left out."""
+        group, rows = self.groups[rank], self.rows[rank]
+        inside = self.durations.inside(instruction, rows) if len(group) > 1 else ()
+        return self.durations.of(rank, instruction, rows) + sum(exchange_s(one, group, self.link) for one in inside)
+
+    def compute(self, rank: int, instruction: Instruction, start_s: float) -> float | None:
+        """Return when a computation ends; None while other ranks of the group have not come to an exchange."""
+        seconds = self.durations.of(rank, instruction, self.rows[rank])
+        group = self.groups[rank]
+        inside = self.durations.inside(instruction, self.rows[rank]) if len(group) > 1 else ()
+        if not inside:
+            return start_s + seconds
+        way = self.ways.setdefault(rank, _Way(start_s, 0, start_s))
+        while way.next < len(inside):
+            exchange = inside[way.next]
+            there = self.arrivals.setdefault((group, self.passed[rank]), {})
+            if not way.arrived:
+                done = inside[way.next - 1].at if way.next else 0.0
+                way.now_s += seconds * (exchange.at - done)
+                way.arrived, there[rank] = True, way.now_s
+            if len(there) < len(group):
+                return None
+            end_s = max(there.values()) + exchange_s(exchange, group, self.link)
+            self.exchanged.append(Exchange(rank, self.at[rank], exchange.kind, way.now_s, max(there.values()), end_s))
+            way.now_s, way.arrived, way.next = end_s, False, way.next + 1
+            self.passed[rank] += 1
+            self.moved = True
+        del self.ways[rank]
+        return way.now_s + seconds * (1 - inside[-1].at)
 
     def finish(self, rank: int, start_s: float, end_s: float) -> None:
         self.spans[rank, self.at[rank]] = start_s, end_s

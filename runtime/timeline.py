@@ -29,8 +29,25 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """One exchange of a rank with its tensor group, on the way of the instruction with this index.
+
+    The rank came at `arrive_s`; from `start_s` on, when the last has come, values move until `end_s`.
+    """
+
+    rank: int
+    index: int
+    kind: str
+    arrive_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """All spans of a step, by rank and index, and each rank's peak memory if it is known.
+
+    `exchanges` are what wide stages exchange on the way of their computations, where that is known apart.
 
     `source` says where the times come from: "measured" or "simulated".
     """
@@ -38,6 +55,7 @@ class Timeline:
     spans: tuple[Span, ...]
     source: str
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -45,21 +63,34 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Seconds for which the rank computes."""
+        """Seconds for which the rank computes; what it waits and exchanges with its tensor group is left out."""
         spans = (span for span in self.spans if span.rank == rank)
-        return sum(span.end_s - span.start_s for span in spans if _lane(span.instruction) == "compute")
+        computing = sum(span.end_s - span.start_s for span in spans if _lane(span.instruction) == "compute")
+        return computing - sum(one.end_s - one.arrive_s for one in self.exchanges if one.rank == rank)
+
+    def waiting_s(self, rank: int) -> float:
+        """Seconds for which the rank waits for others of its tensor group that come later to an exchange."""
+        return sum(one.start_s - one.arrive_s for one in self.exchanges if one.rank == rank)
 
 
 def trace_json(timeline: Timeline) -> str:
     """Return the timeline in the Trace Event Format, which chrome://tracing and Perfetto open.
 
     A rank is a process with one lane each for computing, sending, receiving and
-    reducing; an arrow leads from each send to its receive. Times are in microseconds.
+    reducing; an arrow leads from each send to its receive. A rank that exchanges values
+    with its tensor group has one lane more, with its waits and its exchanges. Times are
+    in microseconds.
     """
     events: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in timeline.spans}):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         events += (_name("thread_name", rank, lane, name) for lane, name in enumerate(LANES))
+    for rank in sorted({one.rank for one in timeline.exchanges}):
+        events.append(_name("thread_name", rank, len(LANES), "exchange"))
+    for one in timeline.exchanges:
+        if one.start_s > one.arrive_s:
+            events.append(_exchange(one, f"wait to {one.kind}", one.arrive_s, one.start_s))
+        events.append(_exchange(one, one.kind, one.start_s, one.end_s))
     counts: dict[tuple[str, int, int], int] = {}
     for span in timeline.spans:
         lane = LANES.index(_lane(span.instruction))
@@ -82,6 +113,12 @@ def trace_json(timeline: Timeline) -> str:
 
 def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+
+
+def _exchange(one: Exchange, name: str, start_s: float, end_s: float) -> dict[str, Any]:
+    start_us, end_us = _microseconds(start_s), _microseconds(end_s)
+    where = {"pid": one.rank, "tid": len(LANES), "ts": start_us, "dur": round(end_us - start_us, 3)}
+    return {"name": name, "cat": "exchange", "ph": "X", **where, "args": {"index": one.index}}
 
 
 def _arrow(

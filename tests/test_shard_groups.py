@@ -15,8 +15,11 @@ from torch import nn
 from efftra_fx import Cluster, Link, compile
 from efftra_fx.api import CompiledModel
 from efftra_fx.cluster import Device, Links
+from efftra_fx.cost import Exchanged
 from efftra_fx.errors import PlacementError
+from efftra_fx.passes.shard_explain import exchanges, timed_exchanges
 from efftra_fx.passes.shard_groups import leaves_machine, place_groups
+from efftra_fx.runtime.simulate import Durations, simulate
 
 
 def machines(*sizes: int, fast: int | None = None) -> Cluster:
@@ -94,3 +97,24 @@ def test_a_plan_of_given_widths_keeps_groups_inside_machines_and_explains_itself
 def test_widths_that_no_machine_has_room_for_are_refused() -> None:
     with pytest.raises(PlacementError, match="groups of 3, 2, 2 ranks do not fit .* which have 3, 3, 1 devices"):
         compiled(machines(3, 3, 1), tensor=(2, 3), replicas=(2, 1))
+
+
+def test_a_wide_stage_of_a_model_is_simulated_with_its_own_exchanges() -> None:
+    program = compiled(machines(2), tensor=(2,), micro_batches=2)
+    sharded = program.built.back.sharded[0]
+    assert sharded is not None
+
+    def inside(stage: int, rows: int, backward: bool) -> tuple[Exchanged, ...]:
+        return timed_exchanges(sharded, rows, backward)
+
+    for backward in (False, True):
+        found = inside(0, 4, backward)
+        assert sorted((one.kind, one.size_bytes) for one in found) == sorted(
+            (one.kind, one.size_bytes) for one in exchanges(sharded, 4) if one.backward == backward
+        )
+        assert [one.at for one in found] == sorted(one.at for one in found)
+    assert inside(0, 4, False)
+    durations = Durations(lambda stage, rows: 1.0, lambda stage, rows: 2.0, speed=(1.0, 0.5), exchanges=inside)
+    timeline = simulate(program.programs, program.wiring, durations, machines(2).link)
+    assert timeline.waiting_s(0) > 0.0 and timeline.waiting_s(1) == 0.0
+    assert timeline.busy_s(0) == pytest.approx(2 * 3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ from strategies_programs import Case, cases, clusters
 from test_lower import chain
 
 from efftra_fx.cluster import Cluster, Link
+from efftra_fx.cost import Exchanged
 from efftra_fx.errors import DeadlockError
 from efftra_fx.memory import Memory
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.program import AllReduce, Forward, Parameter, Recv, Send, Update, Wiring
 from efftra_fx.runtime.simulate import Durations, all_reduce_s, simulate
-from efftra_fx.runtime.timeline import Timeline
+from efftra_fx.runtime.timeline import Timeline, trace_json
 
 
 def free(a: int, b: int) -> Link:
@@ -171,3 +173,71 @@ def test_verified_programs_end_and_every_span_stands_behind_what_it_needs(data: 
         assert max(span.end_s for span in mine) == update.end_s
         assert timeline.busy_s(rank) <= update.end_s + 1e-9
         assert timeline.peak_bytes[rank] >= (7 if programs[rank].stage is not None else 0)
+
+
+# tensor groups
+
+
+def wide_chain(micro_batches: int = 2) -> Case:
+    """A stage of two ranks that compute together, and one of one rank."""
+    case = chain(2, micro_batches=micro_batches)
+    first, second = case.plan.stages
+    stages = (replace(first, devices=(0, 1), tensor=2), replace(second, devices=(2,)))
+    return replace(case, plan=replace(case.plan, stages=stages), ranks=3)
+
+
+def twice(stage: int, rows: int, backward: bool) -> tuple[Exchanged, ...]:
+    """A sum in the middle of a wide stage's computation, and a gather at its end."""
+    return (Exchanged(0.5, "sum", 100), Exchanged(1.0, "gather", 100)) if stage == 0 else ()
+
+
+def link(a: int, b: int) -> Link:
+    return Link(1e3, 0.1)
+
+
+EXCHANGED_S = 1.5 * 2 * (100 / 2 / 1e3 + 0.1)
+
+
+def test_members_in_step_take_as_long_as_if_their_exchanges_were_computed() -> None:
+    apart = replace(fixed(1.0, 2.0), exchanges=twice)
+    within = Durations(
+        lambda stage, rows: 1.0 + (EXCHANGED_S if stage == 0 else 0.0),
+        lambda stage, rows: 2.0 + (EXCHANGED_S if stage == 0 else 0.0),
+    )
+    one, other = run(wide_chain(), apart, link), run(wide_chain(), within, link)
+    for mine, theirs in zip(one.spans, other.spans, strict=True):
+        assert (mine.start_s, mine.end_s) == pytest.approx((theirs.start_s, theirs.end_s))
+    assert all(one.waiting_s(rank) == pytest.approx(0.0) for rank in range(3))
+    assert one.busy_s(0) == pytest.approx(2 * 3.0) and other.busy_s(0) == pytest.approx(2 * (3.0 + 2 * EXCHANGED_S))
+
+
+def test_a_fast_member_waits_for_a_slow_one_at_every_exchange() -> None:
+    durations = replace(fixed(1.0, 2.0), exchanges=twice, speed=(1.0, 0.5, 1.0))
+    timeline = run(wide_chain(1), durations, link)
+    forward = [one for one in timeline.exchanges if one.rank == 0][:2]
+    assert [one.kind for one in forward] == ["sum", "gather"]
+    summed_s = EXCHANGED_S * 2 / 3
+    times = [second for one in forward for second in (one.arrive_s, one.start_s)]
+    assert times == pytest.approx([0.5, 1.0, 1.0 + summed_s + 0.5, 1.0 + summed_s + 1.0])
+    assert timeline.waiting_s(0) == pytest.approx(1.0 + 2.0) and timeline.waiting_s(1) == pytest.approx(0.0)
+    assert timeline.busy_s(1) == pytest.approx(2 * timeline.busy_s(0))
+
+
+def test_exchanges_and_waits_have_a_lane_of_their_own() -> None:
+    durations = replace(fixed(1.0, 2.0), exchanges=twice, speed=(1.0, 0.5, 1.0))
+    events = json.loads(trace_json(run(wide_chain(1), durations, link)))["traceEvents"]
+    names = [(e["pid"], e["name"]) for e in events if e.get("cat") == "exchange"]
+    assert names.count((0, "wait to sum")) == names.count((0, "sum")) == 2
+    assert (1, "wait to sum") not in names and not any(rank == 2 for rank, _ in names)
+    lanes = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0]
+    assert lanes[-1] == "exchange"
+
+
+def test_a_member_that_leaves_a_computation_out_is_named() -> None:
+    case = wide_chain(1)
+    programs = dict(case.lower())
+    short = tuple(one for one in programs[1].instructions if not isinstance(one, Forward))
+    programs[1] = replace(programs[1], instructions=short)
+    durations = replace(fixed(1.0, 2.0), exchanges=twice)
+    with pytest.raises(DeadlockError, match="rank 0 at"):
+        simulate(programs, case.wiring, durations, link)
