@@ -204,7 +204,7 @@ class CompiledModel:
         if world is not None:
             self._same_start(world)
         front = self._front(args, kwargs, target, world)
-        chain = measured_chain(front, self.options, world, self.report, make_bar(world, self.progress))
+        chain = measured_chain(front, self.cluster, self.options, world, self.report, make_bar(world, self.progress))
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
         self._built = place(front, back, chain, planned, world, self.report)
         self._variants.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
@@ -15,8 +15,19 @@ from torch import Tensor, nn
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.collectives import Ranges, take
-from efftra_fx.compiler import Back, Front, Options, Progress, Report, back_end, choose_plan, cost_chain
-from efftra_fx.cost import Chain
+from efftra_fx.compiler import (
+    Back,
+    Front,
+    Options,
+    Progress,
+    Report,
+    back_end,
+    candidate_widths,
+    choose_plan,
+    cost_chain,
+    cost_widths,
+)
+from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, ReduceOrderError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
@@ -92,11 +103,12 @@ def _share(place: Placement, number: int) -> Share:
 
 
 def measured_chain(
-    front: Front, options: Options, world: World | None, report: Report, progress: Progress | None
+    front: Front, cluster: Cluster, options: Options, world: World | None, report: Report, progress: Progress | None
 ) -> Chain:
     """Return the chain with costs measured on all ranks at once, or taken from the disk; a collective call.
 
-    Nothing is run where the plan is given, since nothing has to be chosen.
+    Tensor widths that the plan may have are measured too. Nothing is run where the plan is given, since
+    nothing has to be chosen.
     """
     fixed = options.plan is not None or options.cuts is not None
     if fixed and options.costs == "measured":
@@ -104,13 +116,38 @@ def measured_chain(
     device = str(world.device) if world is not None else "cpu"
     if options.costs != "measured":
         return cost_chain(front, options, device, report, progress, None)[0]
+    chain = _kept(
+        [], world, report, front, device, lambda known: cost_chain(front, options, device, report, progress, known)
+    )
+    widths = candidate_widths(cluster, options)
+    if not widths or world is None:  # without ranks, as planning for a cluster that is not at hand: modelled
+        return chain
+    return _kept(
+        ["widths", *map(str, sorted(widths))],
+        world,
+        report,
+        front,
+        device,
+        lambda known: cost_widths(front, chain, widths, device, report, progress, known),
+    )
+
+
+def _kept(
+    parts: Sequence[str],
+    world: World | None,
+    report: Report,
+    front: Front,
+    device: str,
+    measure: Callable[[CostTable | None], tuple[Chain, CostTable]],
+) -> Chain:
+    """Measure what the disk does not have, keep it there, and agree on it with all ranks."""
     blocks = next(text for name, text in reversed(report.texts) if name == "blocks.txt")
     size = world.size if world is not None else 1
-    file = cache_file([blocks, device, device_name(device), torch.__version__, str(size), str(front.rows)])
+    file = cache_file([blocks, device, device_name(device), torch.__version__, str(size), str(front.rows), *parts])
     known = load_costs(file)
     if world is not None and not all(world.gather(known is not None)):
         known = None
-    chain, table = cost_chain(front, options, device, report, progress, known)
+    chain, table = measure(known)
     if known is None and (world is None or world.first):
         save_costs(file, table)
     return chain if world is None else agreed_chain(chain, world)
@@ -123,14 +160,20 @@ def device_name(device: str) -> str:
 
 def agreed_chain(chain: Chain, world: World) -> Chain:
     """Return the chain with the median of all ranks' times, so that every rank knows the same."""
-    mine = [[b.forward.fixed_s, b.forward.per_row_s, b.backward.fixed_s, b.backward.per_row_s] for b in chain.blocks]
+    ways: list[NodeCost | Option] = []
+    for block in chain.blocks:
+        ways += [block, *block.options]
+    mine = [[w.forward.fixed_s, w.forward.per_row_s, w.backward.fixed_s, w.backward.per_row_s] for w in ways]
     everyone = world.gather(mine)
+    agreed = iter([median(one[index][k] for one in everyone) for index in range(len(ways)) for k in range(4)])
+
+    def times() -> dict[str, Timing]:
+        return {"forward": Timing(next(agreed), next(agreed)), "backward": Timing(next(agreed), next(agreed))}
+
     blocks = []
-    for index, block in enumerate(chain.blocks):
-        numbers = [median(one[index][k] for one in everyone) for k in range(4)]
-        forward = replace(block.forward, fixed_s=numbers[0], per_row_s=numbers[1])
-        backward = replace(block.backward, fixed_s=numbers[2], per_row_s=numbers[3])
-        blocks.append(replace(block, forward=forward, backward=backward))
+    for block in chain.blocks:
+        own = replace(block, **times())  # type: ignore[arg-type]
+        blocks.append(replace(own, options=tuple(replace(option, **times()) for option in block.options)))  # type: ignore[arg-type]
     return replace(chain, blocks=tuple(blocks))
 
 

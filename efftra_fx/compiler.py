@@ -37,6 +37,7 @@ from efftra_fx.passes.explain import explain, explain_given
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
+from efftra_fx.passes.measure_widths import measure_widths
 from efftra_fx.passes.partition import Planned, partition, shortage
 from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.rules import Rules
@@ -401,6 +402,43 @@ def cost_chain(
     )
     report.timed("measure", begin)
     return chain, fresh
+
+
+def cost_widths(
+    front: Front,
+    chain: Chain,
+    widths: set[int],
+    device: str,
+    report: Report,
+    progress: Progress | None,
+    known: CostTable | None,
+) -> tuple[Chain, CostTable]:
+    """Return the chain with measured costs of these tensor widths beside those of one device."""
+    begin = time.perf_counter()
+    inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
+    chain, fresh = measure_widths(
+        front.gm,
+        chain,
+        widths,
+        front.tensors,
+        inputs,
+        front.rows,
+        joined=not front.tail.linear,
+        device=device,
+        progress=progress,
+        known=known,
+    )
+    report.timed("measure widths", begin)
+    return chain, fresh
+
+
+def candidate_widths(cluster: Cluster, options: Options) -> set[int]:
+    """Return the tensor widths, above 1, that the plan may have for the sake of speed."""
+    if options.tensor is not None:
+        return {width for width in options.tensor if width > 1}
+    if options.plan is not None or options.cuts is not None or not _is_fast(cluster):
+        return set()
+    return _possible_widths(cluster)
 
 
 def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, report: Report) -> Planned | Plan:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +27,7 @@ from efftra_fx.program import Value
 from .blocks import block_names, chain_nodes, size_at
 from .shapes import elements, operations
 from .split import AssignStages, StageGraph, split_stages, wire
-from .stage_code import Example, Flags, ForwardCode, Fresh, TrainingCode, example_of, stage_code
+from .stage_code import Example, Flags, Fresh, example_of, stage_code
 from .synced import is_synced
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -115,7 +115,7 @@ def measure_chain(
     found: dict[str, NodeCost] = {}
     todo = list(unique.items())
     for key, graph in progress(todo, "measuring blocks") if progress and repeats else todo:
-        short = _digest(key)
+        short = digest(key)
         before = known.find(short) if known is not None else None
         example = example_of(graph.values, tensors, inputs)
         found[key] = before or _cost(graph, example, short, sizes, device, repeats)
@@ -123,11 +123,12 @@ def measure_chain(
         replace(found[graph.key], name=name, **_parameters(graph), **(_exchanges(graph) if synced else {}))
         for graph, name in zip(graphs, names, strict=True)
     )
-    table = CostTable(f"rows {sizes}", tuple(replace(cost, name=_digest(key)) for key, cost in found.items()))
+    table = CostTable(f"rows {sizes}", tuple(replace(cost, name=digest(key)) for key, cost in found.items()))
     return Chain(blocks, _crossings(gm), _shared(gm)), table
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return a short name for a long key."""
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -135,11 +136,41 @@ def _cost(
     graph: BlockGraph, example: Example, name: str, sizes: tuple[int, int], device: str, repeats: int
 ) -> NodeCost:
     make = stage_code(graph.stage, graph.flags, example, device=device)
+    return time_block(graph, make, example, name, sizes, device, repeats)
+
+
+class Timed(Protocol):
+    """A block's functions, as they are timed."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept from forward to backward."""
+        ...
+
+    def forward(self, operands: list[Any]) -> Any:
+        """Return outputs and what is saved."""
+        ...
+
+    def backward(self, saved: Any, gradients: list[Tensor | None], sums: Any, defer: bool) -> Any:
+        """Take gradients of the outputs."""
+        ...
+
+
+def time_block(
+    graph: BlockGraph,
+    make: Callable[[int], Timed],
+    example: Example,
+    name: str,
+    sizes: tuple[int, int],
+    device: str,
+    repeats: int,
+) -> NodeCost:
+    """Return the cost of a block's functions, which `make` gives for a number of rows, timed at two sizes."""
     points = []
     for rows in dict.fromkeys(sizes):
         code = make(rows)
         forward, backward = _time(graph, code, example, rows, device, repeats)
-        points.append((rows, forward, backward, _saved(code)))
+        points.append((rows, forward, backward, code.saved_bytes))
     first, last = points[0], points[-1]
     return NodeCost(
         name,
@@ -148,10 +179,6 @@ def _cost(
         output_bytes=_output_bytes(graph.stage.gm),
         saved_bytes=last[3] / last[0],
     )
-
-
-def _saved(code: TrainingCode | ForwardCode) -> int:
-    return code.parts.saved_bytes if isinstance(code, TrainingCode) else 0
 
 
 def _line(x0: int, y0: float, x1: int, y1: float) -> Timing:
@@ -164,7 +191,7 @@ def _line(x0: int, y0: float, x1: int, y1: float) -> Timing:
 
 
 def _time(
-    graph: BlockGraph, code: TrainingCode | ForwardCode, example: Example, rows: int, device: str, repeats: int
+    graph: BlockGraph, code: Timed, example: Example, rows: int, device: str, repeats: int
 ) -> tuple[float, float]:
     if repeats == 0:
         work = sum(size_at(operations(n), rows) for n in graph.stage.gm.graph.nodes)
@@ -270,7 +297,7 @@ def cache_file(parts: Sequence[str]) -> Path:
     """Return where costs measured under these conditions are kept (`EFFTRA_FX_CACHE` or the user's cache folder)."""
     root = os.environ.get("EFFTRA_FX_CACHE")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "efftra_fx"
-    return base / f"costs-{_digest(chr(10).join(parts))}.json"
+    return base / f"costs-{digest(chr(10).join(parts))}.json"
 
 
 def load_costs(path: Path) -> CostTable | None:

@@ -73,6 +73,7 @@ class MeetingForward:
     """A stage that only runs forward; recorded anew for operands of each shape."""
 
     meetings: tuple[str, ...] = ()
+    saved_bytes = 0
 
     def __init__(self, stage: StageGraph, device: str) -> None:
         self.stage, self.device = stage, device

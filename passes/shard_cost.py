@@ -1,12 +1,12 @@
-"""What each block costs when it is computed by a tensor group: modelled from one choice for the whole model.
+"""What each block costs when it is computed by a tensor group, by one choice for the whole model.
 
 The graph of all blocks is sharded as one stage; then each block's part of work, memory and sums is
-read off. Seconds are the block's own seconds (measured, where costs are) times its part of the work.
+read off. Seconds are measured (`measure_widths`), or modelled: the block's own times its part of the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -24,7 +24,7 @@ from .split import AssignStages, split_stages
 
 
 @dataclass
-class _Part:
+class BlockPart:
     """What the busiest rank has of a block, as fractions and in bytes."""
 
     work_s: float = 0.0
@@ -36,45 +36,78 @@ class _Part:
     sums: float = 0.0
     sum_bytes: float = 0.0
 
+    @property
+    def work(self) -> float:
+        """The part of the block's work that the busiest rank does."""
+        return self.work_s / self.whole_work_s if self.whole_work_s else 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a width makes of each block, and the choice that says so."""
+
+    width: int
+    found: Candidates
+    choice: Choice
+    parts: tuple[BlockPart, ...]
+    rows: int
+
 
 def with_tensor(gm: fx.GraphModule, chain: Chain, widths: Iterable[int], prices: Prices | None = None) -> Chain:
-    """Return the chain with an option for each width above 1 beside each block's own."""
+    """Return the chain with a modelled option for each width above 1 that it has none for."""
+    return with_costs(chain, width_costs(gm, chain, widths, prices), {})
+
+
+def width_costs(gm: fx.GraphModule, chain: Chain, widths: Iterable[int], prices: Prices | None = None) -> list[Cost]:
+    """Return what each width above 1 makes of the blocks, where the chain has no option for it yet."""
+    present = {option.tensor for block in chain.blocks for option in block.options}
+    wanted = sorted({width for width in widths if width > 1} - present)
+    if not wanted:
+        return []
     AssignStages((len(chain.blocks),))(gm)
     (stage,) = split_stages(gm, 1)
     for node in gm.graph.nodes:
         node.meta.pop(f"efftra.{STAGE.name}", None)
-    blocks = list(chain.blocks)
-    for width in sorted({w for w in widths if w > 1}):
+    costs, used = [], prices or Prices()
+    for width in wanted:
         found = find_candidates(stage.gm, width)
-        used = prices or Prices()
-        parts = _parts(found, choose(found, used), used, len(blocks))
-        blocks = [_with_option(block, width, part, used.rows) for block, part in zip(blocks, parts, strict=True)]
+        choice = choose(found, used)
+        costs.append(Cost(width, found, choice, tuple(_parts(found, choice, used, len(chain.blocks))), used.rows))
+    return costs
+
+
+def with_costs(chain: Chain, costs: Iterable[Cost], measured: Mapping[tuple[int, int], NodeCost]) -> Chain:
+    """Return the chain with the options of these widths; `measured` has times by width and block, where known."""
+    blocks = list(chain.blocks)
+    for cost in costs:
+        blocks = [
+            replace(block, options=(*block.options, _option(block, cost, part, measured.get((cost.width, index)))))
+            for index, (block, part) in enumerate(zip(blocks, cost.parts, strict=True))
+        ]
     return replace(chain, blocks=tuple(blocks))
 
 
-def _with_option(block: NodeCost, width: int, part: _Part, rows: int) -> NodeCost:
-    work = part.work_s / part.whole_work_s if part.whole_work_s else 1.0
+def _option(block: NodeCost, cost: Cost, part: BlockPart, measured: NodeCost | None) -> Option:
     held = part.held / part.whole_held if part.whole_held else 1.0
     kept = part.kept / part.whole_kept if part.whole_kept else 1.0
 
     def timing(whole: Timing) -> Timing:
-        return Timing(whole.fixed_s, whole.per_row_s * work)
+        return Timing(whole.fixed_s, whole.per_row_s * part.work)
 
-    option = Option(
-        timing(block.forward),
-        timing(block.backward),
+    return Option(
+        timing(block.forward) if measured is None else measured.forward,
+        timing(block.backward) if measured is None else measured.backward,
         block.parameter_bytes * held,
         block.gradient_bytes * held,
-        block.saved_bytes * kept,
-        tensor=width,
+        block.saved_bytes * kept if measured is None else measured.saved_bytes,
+        tensor=cost.width,
         reduces=part.sums / 2,  # an option counts them each way
-        reduce_bytes=part.sum_bytes / 2 / rows,
+        reduce_bytes=part.sum_bytes / 2 / cost.rows,
     )
-    return replace(block, options=(*block.options, option))
 
 
-def _parts(found: Candidates, choice: Choice, prices: Prices, blocks: int) -> list[_Part]:
-    parts = [_Part() for _ in range(blocks)]
+def _parts(found: Candidates, choice: Choice, prices: Prices, blocks: int) -> list[BlockPart]:
+    parts = [BlockPart() for _ in range(blocks)]
     for node, strategy in choice.strategies.items():
         if node.op == "call_function" and BLOCK.on(node):
             part = parts[BLOCK[node]]
@@ -93,7 +126,7 @@ def _parts(found: Candidates, choice: Choice, prices: Prices, blocks: int) -> li
 
 
 def _add_sums(
-    part: _Part, node: fx.Node, wanted: Iterable[Placement], found: Candidates, choice: Choice, prices: Prices
+    part: BlockPart, node: fx.Node, wanted: Iterable[Placement], found: Candidates, choice: Choice, prices: Prices
 ) -> None:
     """Count the sums for operands that this call is the first to need placed so."""
     for operand, target in zip(operands(node), wanted, strict=True):
@@ -111,7 +144,7 @@ def _is_first(place: Place, node: fx.Node, target: Placement, found: Candidates,
     return readers[0] is node
 
 
-def _add_held(parts: list[_Part], found: Candidates, choice: Choice) -> None:
+def _add_held(parts: list[BlockPart], found: Candidates, choice: Choice) -> None:
     for node, strategy in choice.strategies.items():
         if node.op != "placeholder" or ROLE[node].kind != "parameter":
             continue
@@ -123,4 +156,4 @@ def _add_held(parts: list[_Part], found: Candidates, choice: Choice) -> None:
             parts[block].whole_held += size
 
 
-__all__ = ["with_tensor"]
+__all__ = ["BlockPart", "Cost", "width_costs", "with_costs", "with_tensor"]

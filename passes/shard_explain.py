@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from efftra_fx import collectives
 from efftra_fx.cluster import Cluster
@@ -25,7 +26,7 @@ HEADING = "tensor groups, for one micro-batch:"
 _SHOWN = 4
 
 # what each graph function exchanges, forward and backward
-_KINDS: dict[Callable[..., Tensor], tuple[str, str]] = {
+_KINDS: dict[Any, tuple[str, str]] = {
     collectives.copy: ("", "sum"),
     collectives.reduce: ("sum", ""),
     collectives.share: ("", "gather"),
@@ -73,7 +74,7 @@ def timed_exchanges(sharded: Sharded, rows: int, backward: bool) -> tuple[Exchan
 def _exchanged(node: fx.Node, width: int, rows: int, backward: bool) -> list[tuple[str, int]]:
     """Return kinds and bytes of what a node of a rank's graph exchanges."""
     if node.target is cross_entropy_part and not backward:
-        logits, target = node.args[0].meta["val"], node.args[1].meta["val"]
+        logits, target = (n.meta["val"] for n in node.all_input_nodes[:2])
         column = int(size_at(elements(target), rows)) * int(logits.element_size())
         return [("gather", width * column), ("sum", 2 * column)]
     kind = _KINDS.get(node.target, ("", ""))[backward]

@@ -22,9 +22,12 @@ from .shard_cuts import WHOLE, Placement
 from .shard_rules import localise
 
 
-def rewrite(gm: fx.GraphModule, found: Candidates, choice: Choice, rank: int) -> fx.GraphModule:
-    """Return the graph of one rank; nodes keep their names, `PLACED` says how each value lies."""
-    return _Writer(gm, found, choice, rank).write()
+def rewrite(gm: fx.GraphModule, found: Candidates, choice: Choice, rank: int, whole: bool = True) -> fx.GraphModule:
+    """Return the graph of one rank; nodes keep their names, `PLACED` says how each value lies.
+
+    Results are put together unless `whole` is False: then they are given as they lie.
+    """
+    return _Writer(gm, found, choice, rank, whole).write()
 
 
 @dataclass
@@ -33,6 +36,7 @@ class _Writer:
     found: Candidates
     choice: Choice
     rank: int
+    whole: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     changed: dict[tuple[Place, Placement], fx.Node] = field(default_factory=dict)
@@ -40,7 +44,7 @@ class _Writer:
     def write(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                values = [self.operand(n, WHOLE) if isinstance(n, fx.Node) else n for n in node.args[0]]
+                values = [self.leaving(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
                 self.graph.output(tuple(values))
             elif node in self.choice.strategies and node.op == "call_function":
                 self.copies[node] = self.call(node)
@@ -55,6 +59,9 @@ class _Writer:
         if CONSTANTS.on(self.gm):
             CONSTANTS[result] = CONSTANTS[self.gm]
         return result
+
+    def leaving(self, node: fx.Node) -> fx.Node:
+        return self.operand(node, WHOLE if self.whole else self.native(place_of(node)))
 
     def native(self, place: Place) -> Placement:
         node, index = place

@@ -363,7 +363,8 @@ def slice_bounds(node: fx.Node, dim: int) -> tuple[int, int, int] | None:
     """Return start, stop and the whole's size where a call slices a dimension in steps of one; None elsewhere."""
     whole = value_of(operands(node)[0])
     given: list[Any] = list(node.args[1:])
-    along, start, stop, step = [*given, *(0, None, None, 1)[len(given) :]]
+    rest: list[Any] = [0, None, None, 1]
+    along, start, stop, step = given + rest[len(given) :]
     size = extents(whole)[dim]
     if node.kwargs or along % whole.ndim != dim or size is None or extents(results(node)[0])[dim] in (None, size):
         return None

@@ -284,6 +284,22 @@ def run_together(meetings: Sequence[Meeting]) -> list[Any]:
         replies = things if exchange is None else _exchanged(exchange, things)
 
 
+def run_alone(meeting: Meeting, rank: int) -> Any:
+    """Run one rank without the others, whose parts are made up as nothing, and return what it returns."""
+    reply: Any = None
+    while True:
+        try:
+            exchange, thing = meeting.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if exchange is None or exchange.kind == "sum":
+            reply = thing
+        elif exchange.kind == "gather":
+            reply = thing.new_zeros(sum(exchange.counts))
+        else:
+            reply = thing.view(-1).split(exchange.counts)[rank].clone()
+
+
 def _exchanged(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     if exchange.kind == "gather" and exchange.over == "replicas":
         return [torch.stack(list(tensors)) for _ in tensors]
@@ -297,4 +313,4 @@ def _exchanged(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.clone() for part in total.view(-1).split(exchange.counts)]
 
 
-__all__ = ["Meeting", "Segments", "run_together"]
+__all__ = ["Meeting", "Segments", "run_alone", "run_together"]

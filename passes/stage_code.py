@@ -46,6 +46,10 @@ class TrainingCode:
         )
         self.patience = max(2, large // max(self.parts.terms_bytes, 1))
 
+    @property
+    def saved_bytes(self) -> int:
+        return self.parts.saved_bytes
+
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]:
         outputs, stash = self.parts.forward.function(operands)
         return outputs, stash
@@ -143,7 +147,7 @@ class Fresh:
 class ForwardCode:
     """A stage that only runs forward: evaluation, and stages with nothing to train."""
 
-    patience = 1
+    patience, saved_bytes = 1, 0
 
     def __init__(self, function: Emitted) -> None:
         self.function = function
