@@ -9,6 +9,7 @@ the graph is used. Guards that need only inputs are checked before a step does a
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,10 +22,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, ROLE, Role
-from efftra_fx.places import line_of_caller
+from efftra_fx.places import decides_an_error, line_of_caller
 
 _METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-Ask = Callable[[Any, str, Callable[[], Any]], Any]
+Ask = Callable[[Any, str, bool, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question for a value while the model is captured: the tensor, its answer, and the user's line that asked.
+
+    `stops` says that it only decides whether an error is raised; the answer is that none is.
+    """
+
+    value: Any
+    answer: Any
+    line: str
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Answers:
     def recording(self) -> Iterator[None]:
         """Write down every answer that real tensors give."""
 
-        def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+        def ask(value: Any, line: str, stops: bool, proceed: Callable[[], Any]) -> Any:
             answer = proceed()
             self.by_line.setdefault(line, deque()).append(answer)
             return answer
@@ -76,11 +90,11 @@ class Answers:
             yield
 
     @contextmanager
-    def replaying(self, guards: list[tuple[Tensor, Any, str]]) -> Iterator[None]:
+    def replaying(self, guards: list[Asked]) -> Iterator[None]:
         """Give the recorded answers, and note each asked tensor with its answer and line."""
         left = {line: deque(answers) for line, answers in self.by_line.items()}
 
-        def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+        def ask(value: Any, line: str, stops: bool, proceed: Callable[[], Any]) -> Any:
             if not isinstance(value, FakeTensor):
                 return proceed()  # a constant
             if not left.get(line):
@@ -89,7 +103,7 @@ class Answers:
                     "the way through the model must depend on its inputs alone"
                 )
             answer = left[line].popleft()
-            guards.append((value, answer, line))
+            guards.append(Asked(value, answer, line, stops))
             return answer
 
         with _asking(ask):
@@ -100,7 +114,7 @@ class Answers:
 def no_questions() -> Iterator[None]:
     """Raise AsksValuesError at the first question for a value."""
 
-    def ask(value: Any, line: str, proceed: Callable[[], Any]) -> Any:
+    def ask(value: Any, line: str, stops: bool, proceed: Callable[[], Any]) -> Any:
         if not isinstance(value, FakeTensor):
             return proceed()  # a constant
         raise AsksValuesError(
@@ -120,7 +134,7 @@ class AsksValuesError(CaptureError):
 
 @contextmanager
 def _asking(ask: Ask) -> Iterator[None]:
-    """Hand every question for a tensor's value to `ask(tensor, line, proceed)`, also those in torch's own Python."""
+    """Hand every question for a tensor's value to `ask(tensor, line, stops, proceed)`, also those of torch's Python."""
     with ExitStack() as stack:
         for name in _METHODS:
             stack.enter_context(_replaced(Tensor, name, _method(getattr(Tensor, name), ask)))
@@ -131,14 +145,15 @@ def _asking(ask: Ask) -> Iterator[None]:
 
 def _method(original: Any, ask: Ask) -> Any:
     def asked(self: Tensor, *args: Any) -> Any:
-        return ask(self, line_of_caller(), lambda: original(self, *args))
+        return ask(self, line_of_caller(), decides_an_error(sys._getframe(1)), lambda: original(self, *args))
 
     return asked
 
 
 def _function(original: Any, value: Callable[..., Any], ask: Ask) -> Any:
     def asked(*args: Any, **kwargs: Any) -> Any:
-        return ask(value(*args, **kwargs), line_of_caller(), lambda: original(*args, **kwargs))
+        stops = decides_an_error(sys._getframe(1))
+        return ask(value(*args, **kwargs), line_of_caller(), stops, lambda: original(*args, **kwargs))
 
     return asked
 
@@ -170,12 +185,12 @@ def _answer(value: Any) -> Any:
 
 
 def split_guards(
-    gm: fx.GraphModule, results: Sequence[Any], asked: Sequence[tuple[Any, str]], written: Sequence[str]
+    gm: fx.GraphModule, results: Sequence[Any], asked: Sequence[Asked], written: Sequence[str]
 ) -> tuple[Guards, list[fx.Node]]:
     """Return the guards as a graph of their own, and those nodes among `results` that need more than inputs.
 
-    `results` are the nodes that were asked, `asked` their answers and lines, `written` the buffers that
-    the step writes: their values are not those of the example when the next step asks.
+    `results` are the nodes that were `asked`, `written` the buffers that the step writes: their values are not
+    those of the example when the next step asks. What depends on parameters and only decides an error is left out.
     """
     free: dict[fx.Node, bool] = {}
     for node in gm.graph.nodes:
@@ -186,11 +201,11 @@ def split_guards(
             free[node] = all(free[n] for n in node.all_input_nodes)
     kept: dict[tuple[Any, str], tuple[Any, Any, str]] = {}
     bound: list[fx.Node] = []
-    for result, (answer, line) in zip(results, asked, strict=True):
+    for result, one in zip(results, asked, strict=True):
         if isinstance(result, fx.Node) and not free[result]:
-            bound.append(result)
+            bound += [] if one.stops else [result]
         elif isinstance(result, fx.Node) and _reads(result):
-            kept.setdefault((result, line), (result, _answer(answer), line))
+            kept.setdefault((result, one.line), (result, _answer(one.answer), one.line))
     nodes = [result for result, _, _ in kept.values()]
     graph = _copy(gm, nodes)
     guards = fx.GraphModule(gm, graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class CheckReport:
         scale = max(abs(self.loss_one_device), 1e-12)
         tolerance = self.tolerance if self.loss_tolerance is None else self.loss_tolerance
         same_loss = abs(self.loss - self.loss_one_device) <= tolerance * scale or self.loss == self.loss_one_device
+        same_loss = same_loss or (math.isnan(self.loss) and math.isnan(self.loss_one_device))
         return same_loss and self.worst_gradient <= self.tolerance
 
     def __str__(self) -> str:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.captured_step import capture_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph
 from efftra_fx.errors import (
     BatchError,
-    CaptureError,
     CoverageError,
     InputError,
     LossError,
@@ -53,8 +53,7 @@ from efftra_fx.passes.verify import verify_plan
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
-from efftra_fx.trace import Captured, LossFn, capture
-from efftra_fx.trace_check import check_capture
+from efftra_fx.trace import Captured, LossFn
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 _FAST_BYTES_PER_S = 1e10
@@ -223,19 +222,11 @@ def _grown(tensor: Tensor, dim: int) -> Tensor:
 
 def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: Options, report: Report) -> Front:
     """Capture a step, check it against eager, prove how it follows the batch, and fold it into blocks."""
-    begin = time.perf_counter()
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)
-    captured = capture(model, call, small if rows == 1 else tensors, dims, options.loss_fn)
-    report.timed("trace", begin)
+    whole = small if rows == 1 else tensors
+    captured = capture_step(model, call, whole, small, dims, options.loss_fn, options.check_capture, report.timed)
     report.graph("trace", captured.gm)
-    if not captured.symbolic:
-        fixed = [n for n, d in zip(call.tensor_names, dims, strict=True) if d is not None]
-        raise CaptureError(
-            f"the model fixes the number of rows of {', '.join(fixed)} to {rows}, so the batch cannot be cut; "
-            "take sizes from the tensors (x.shape[0]) and not from constants, or say batch_dims={name: None} "
-            "for a tensor that carries no batch"
-        )
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
     parameters = [role for role in roles if role.kind == "parameter"]
     if parameters and not any(role.trainable for role in parameters):
@@ -243,11 +234,6 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
             f"none of the {len(parameters)} parameters is trainable, so there is nothing to train; "
             "set requires_grad on some, or use the model without compiling it"
         )
-    if options.check_capture:
-        begin = time.perf_counter()
-        whole = tensors if captured.guards is not None and rows > 1 else small  # answers are those of all rows
-        check_capture(model, captured, whole, options.loss_fn)
-        report.timed("check capture", begin)
     begin = time.perf_counter()
     values = model_tensors(model, options.loss_fn, captured.gm)
     loss_dtype = next(n for n in captured.gm.graph.nodes if n.op == "output").args[0][0].meta["val"].dtype
@@ -312,7 +298,11 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _opaque_notes(captured: Captured) -> tuple[str, ...]:
-    return tuple(f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque)
+    notes = [f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque]
+    if captured.whole_loss:
+        reason = captured.whole_loss.removeprefix("the model cannot be captured as a graph: ").partition("; ")[0]
+        notes.append(f"the loss runs as it is, once a step on the whole batch's output: {reason}")
+    return tuple(notes)
 
 
 def _notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:

@@ -21,18 +21,33 @@ from efftra_fx.chance import NoChance
 NAMESPACE = "efftra_opaque"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _COUNT = itertools.count()
+_WHOLE: set[Any] = set()
 _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-def make_operator(name: str, run: Function, shape: Function, draws: bool = False) -> Any:
+def make_operator(
+    name: str,
+    run: Function,
+    shape: Function,
+    draws: bool = False,
+    wanted: Sequence[bool] | None = None,
+    whole: bool = False,
+) -> Any:
     """Return a new differentiable operator from tensors to tensors.
 
     `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
     results for fake operands. One that `draws` random numbers gives the state before that as further results.
+    `wanted` says which operands get gradients (all that can, if it is left out); `whole` that the operator must
+    see the whole batch, whatever it gives for parts.
     """
     settings = _autocast_settings()
+
+    def moving(operands: Sequence[Tensor]) -> list[bool]:
+        asked = wanted if wanted is not None else (True,) * len(operands)
+        return [flag and _differentiable(t) for flag, t in zip(asked, operands, strict=True)]
+
     stem = "".join(char if char.isalnum() else "_" for char in name).strip("_") or "call"
     full = f"{stem}_{next(_COUNT)}"
     backward = f"{full}_backward"
@@ -54,18 +69,19 @@ def make_operator(name: str, run: Function, shape: Function, draws: bool = False
 
     def backward_impl(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
         with private.above_autograd(), torch.enable_grad():
-            leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
+            leaves = [t.detach().requires_grad_(flag) for t, flag in zip(operands, moving(operands), strict=True)]
             with _states_set(states, leaves):
                 results = cast_run(leaves)
             pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
-            wanted = [t for t in leaves if t.requires_grad]
-            found: Sequence[Tensor | None] = [None] * len(wanted)
+            moved = [t for t in leaves if t.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(moved)
             if pairs:
-                found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        return [torch.zeros_like(t) if g is None else _own(g) for t, g in zip(wanted, found, strict=True)]
+                found = torch.autograd.grad([r for r, _ in pairs], moved, [g for _, g in pairs], allow_unused=True)
+        return [torch.zeros_like(t) if g is None else _own(g) for t, g in zip(moved, found, strict=True)]
 
     def backward_shape(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
-        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in operands if _differentiable(t)]
+        moved = [t for t, flag in zip(operands, moving(operands), strict=True) if flag]
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in moved]
 
     for key, implementation in ((full, forward_impl), (backward, backward_impl)):
         _LIBRARY.impl(key, implementation, "CompositeExplicitAutograd")
@@ -83,11 +99,18 @@ def make_operator(name: str, run: Function, shape: Function, draws: bool = False
         operands, results = ctx.saved_tensors[:given], ctx.saved_tensors[given : given + made]
         filled = [torch.zeros_like(r) if g is None else g for g, r in zip(gradients[:made], results, strict=True)]
         found = iter(behind(list(operands), filled, list(ctx.saved_tensors[given + made :])))
-        return ([next(found) if _differentiable(t) else None for t in operands],)
+        return ([next(found) if flag else None for flag in moving(operands)],)
 
     torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
     _RUNS[operator] = cast_run
+    if whole:
+        _WHOLE.add(operator)
     return operator
+
+
+def needs_whole_batch(target: Any) -> bool:
+    """Say whether a node's target is an operator that must see the whole batch."""
+    return target in _WHOLE
 
 
 def run_without_chance(operator: Any, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -142,4 +165,4 @@ def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-__all__ = ["is_opaque", "make_operator", "random_states", "run_without_chance"]
+__all__ = ["is_opaque", "make_operator", "needs_whole_batch", "random_states", "run_without_chance"]

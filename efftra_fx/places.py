@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
 import sys
-from types import TracebackType
+from functools import lru_cache
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -36,6 +39,30 @@ def line_of_caller() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "a line that is not known"
+
+
+def decides_an_error(frame: FrameType) -> bool:
+    """Say whether what a frame is executing only decides whether to raise: `if ...: raise ...`, or an assertion."""
+    line = frame.f_lineno
+    found: ast.If | ast.Assert | None = None
+    for node in _statements(frame.f_code.co_filename):
+        last = node.test.end_lineno
+        if node.lineno <= line <= (last if last is not None else node.lineno):
+            found = node  # statements come in order, so the last one that fits is the innermost
+    if isinstance(found, ast.If):
+        return not found.orelse and all(isinstance(one, ast.Raise) for one in found.body)
+    return found is not None
+
+
+@lru_cache(maxsize=64)
+def _statements(file: str) -> tuple[ast.If | ast.Assert, ...]:
+    """Return the branches and assertions of a source file, by line; none where it cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.Assert)]
+    return tuple(sorted(found, key=lambda node: (node.lineno, node.col_offset)))
 
 
 def modules_of_error(trace: TracebackType | None, model: nn.Module) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from efftra_fx.capture_align import align, keep_places
-from efftra_fx.capture_guards import Answers, AsksValuesError, Guards, no_questions, split_guards
+from efftra_fx.capture_guards import Answers, Asked, AsksValuesError, Guards, no_questions, split_guards
+from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_normal import make_normal
 from efftra_fx.capture_norms import averages_of_all_batches
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
@@ -58,6 +59,7 @@ class Captured:
     guards: Guards | None = None
     opaque: tuple[tuple[str, str], ...] = ()
     flags: tuple[Any, ...] = ()
+    whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
 
 
 @dataclass(frozen=True)
@@ -86,24 +88,25 @@ class _Step(nn.Module):
         self.want = want
         self.note_tree = note_tree  # a tracer takes back what forward writes on modules, so it is told outside
         self.answers: Answers | None = None
-        self.note_guards: Callable[[list[tuple[Tensor, Any, str]]], None] = lambda guards: None
+        self.note_guards: Callable[[list[Asked]], None] = lambda guards: None
+        self.call_loss: LossFn | None = None  # in place of the loss function itself
 
     def forward(self, tensors: list[Tensor]) -> Any:
         if self.answers is None:
             with no_questions():
                 return self.result(tensors)
-        guards: list[tuple[Tensor, Any, str]] = []
+        guards: list[Asked] = []
         with self.answers.replaying(guards):
             result = self.result(tensors)
         self.note_guards(guards)
-        return (*(result if isinstance(result, tuple) else (result,)), *(value for value, _, _ in guards))
+        return (*(result if isinstance(result, tuple) else (result,)), *(one.value for one in guards))
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the loss, or the leaves of the output."""
         args, kwargs, target = self.call_structure.rebuild(tensors)
         output = self.model(*args, **kwargs)
         if self.want == "loss":
-            return loss_of(output, self.loss_fn, target, self.call_structure.has_target)
+            return loss_of(output, self.call_loss or self.loss_fn, target, self.call_structure.has_target)
         leaves, tree = take_apart(output)
         flat = [leaf for _, leaf in leaves]
         moving = tuple(isinstance(leaf, (Tensor, torch.SymInt)) for leaf in flat)
@@ -172,14 +175,19 @@ def capture(
     batch_leaves: Sequence[int | None],
     loss_fn: LossFn | None = None,
     want: str = "loss",
+    whole_loss: str = "",
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
     Leaves with a batch dimension get a symbolic size there; where the model fixes that
     size, the graph is captured at the size of the example and `symbolic` is False.
+    With `whole_loss`, a reason, the loss function is one node that sees the whole batch.
     Raises CaptureError where the model cannot be captured.
     """
     attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want, flags=flags_of(model))
+    if whole_loss:
+        assert loss_fn is not None
+        attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt))
     try:
         return attempt.capture()
     except AsksValuesError as first:
@@ -206,14 +214,15 @@ class _Attempt:
     flags: tuple[Any, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
     watches: tuple[Watch, Watch] | None = None
+    whole_loss: WholeLoss | None = None
 
     def capture(self) -> Captured:
         """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
         trees: list[OutputTree] = []
-        guards: list[list[tuple[Tensor, Any, str]]] = []
+        guards: list[list[Asked]] = []
         step = _Step(self.model, self.loss_fn, self.call, self.want, trees.append)
         step.training = self.model.training
-        step.answers, step.note_guards = self.answers, guards.append
+        step.answers, step.note_guards, step.call_loss = self.answers, guards.append, self.whole_loss
         kept = {path: self.model.get_submodule(path) for path in self.opaque}
         with ExitStack() as stack:
             stack.enter_context(functions_kept_whole())
@@ -222,14 +231,16 @@ class _Attempt:
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
             program = _export(step, self.tensors, self.batch_leaves)
-        asked = [(answer, line) for _, answer, line in guards[-1]] if guards else []
+        asked = guards[-1] if guards else []
         gm, found = _plain_graph(program, step, asked)
         tree = trees[-1] if trees else None
         symbolic = _is_symbolic(gm, self.batch_leaves)
         if not symbolic and found is None:
             gm = self.aligned(step, gm)
             symbolic = _is_symbolic(gm, self.batch_leaves)
-        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, tuple(self.opaque.items()), self.flags)
+        reason = self.whole_loss.reason if self.whole_loss is not None else ""
+        opaque = tuple(self.opaque.items())
+        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, self.flags, reason)
 
     def aligned(self, step: _Step, gm: fx.GraphModule) -> fx.GraphModule:
         """Return the graph for any number of rows where the exporter gave one for the example's alone."""
@@ -258,6 +269,7 @@ class _Replay(_Step):
 
     def __init__(self, step: _Step, gm: fx.GraphModule) -> None:
         super().__init__(step.model, step.loss_fn, step.call_structure, step.want, step.note_tree)
+        self.call_loss = step.call_loss
         self.roles = [ROLE[n] for n in gm.graph.nodes if n.op == "placeholder"]
         self.outputs = OUTPUTS[gm]
         self.held = dict(CONSTANTS[gm])
@@ -334,6 +346,26 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     return answers, watches
 
 
+def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
+    """Run the eager step on the example and return the loss's dtype; leave buffers and random state as they were."""
+    before = [(b, b.detach().clone()) for b in attempt.model.buffers()]
+    function = attempt.loss_fn
+    assert function is not None
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            args, kwargs, target = attempt.call.rebuild([t.clone() for t in attempt.tensors])
+            output, has_target = attempt.model(*args, **kwargs), attempt.call.has_target
+            return dtype_of_loss(function, lambda: loss_of(output, function, target, has_target))
+    except EfftraError:
+        raise
+    except Exception as error:  # the user's own code, as it would fail on one device
+        raise CaptureError(f"the model does not run on the example: {error}") from error
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
 def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int | None]) -> ExportedProgram:
     auto: Any = Dim.AUTO
     shapes = [None if dim is None else {dim: auto} for dim in batch_leaves]
@@ -389,9 +421,7 @@ def _why(error: BaseException) -> str:
     return f"the model cannot be captured as a graph: {first}{place}; {remedy}"
 
 
-def _plain_graph(
-    program: ExportedProgram, step: _Step, asked: Sequence[tuple[Any, str]]
-) -> tuple[fx.GraphModule, Guards | None]:
+def _plain_graph(program: ExportedProgram, step: _Step, asked: Sequence[Asked]) -> tuple[fx.GraphModule, Guards | None]:
     """Return the program's graph with roles on placeholders, tied parameters merged and checks dropped.
 
     The last results are those that were `asked`; they become the guards.
@@ -440,7 +470,7 @@ def _plain_graph(
 def _split_guards(
     gm: fx.GraphModule,
     results: list[Any],
-    asked: Sequence[tuple[Any, str]],
+    asked: Sequence[Asked],
     written: Sequence[str],
     constants: Mapping[str, Tensor],
 ) -> tuple[list[Any], Guards | None]:
@@ -451,7 +481,7 @@ def _split_guards(
     CONSTANTS[gm] = constants
     guards, bound = split_guards(gm, results[count:], asked, written)
     if bound:
-        line = next(line for node, (_, line) in zip(results[count:], asked, strict=True) if node is bound[0])
+        line = next(one.line for node, one in zip(results[count:], asked, strict=True) if node is bound[0])
         error = AsksValuesError(
             "the model cannot be captured as a graph: it branches on, or takes a size from, a value that depends on "
             f"parameters at {line}; replace the branch by torch.where, or put that part into a module of its own"

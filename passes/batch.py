@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from efftra_fx.chance import without_chance
 from efftra_fx.draws import KEEP, UNIFORM
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
-from efftra_fx.opaque import is_opaque, run_without_chance
+from efftra_fx.opaque import is_opaque, needs_whole_batch, run_without_chance
 
 from .means import argument, with_argument
 from .slices import draws
@@ -65,12 +65,15 @@ class ProveBatch:
         whole = evaluate_nodes(gm, values, self.inputs)
         mark_free(gm)
         reading = reads_rows(gm, self.batch_leaves)
-        alike = self.rows_alike(gm)
+        alike, undivided = self.rows_alike(gm), _undivided(gm)
         for middle in dict.fromkeys((1, rows - 1)):
             cut = (slice(0, middle), slice(middle, rows))
             parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
             for node in gm.graph.nodes:
                 if node.op == "output":
+                    continue
+                if node in undivided:
+                    BATCH[node] = Split("mixed")
                     continue
                 sizes = [middle, rows - middle]
                 found = relation(whole[node], [p[node] for p in parts], rows, sizes, node in reading)
@@ -90,6 +93,16 @@ class ProveBatch:
             for t, d in zip(self.inputs, self.batch_leaves, strict=True)
         ]
         return reads_rows(gm, [0 if alike else None for alike in same])
+
+
+def _undivided(gm: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that must see the whole batch, and all that follows from them."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        whole = node.op == "call_function" and needs_whole_batch(node.target)
+        if whole or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def reads_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> set[fx.Node]:
@@ -187,6 +200,8 @@ class _Recorder(fx.Interpreter):
 
     def _value(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if needs_whole_batch(node.target):  # parts may be too small for it, and what they give tells nothing
+            return pytree.tree_map_only(Tensor, lambda t: torch.zeros(t.shape), node.meta["val"])
         if is_batch_statistics(node):
             return _without_statistics(args)
         if is_random(node):

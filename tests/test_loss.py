@@ -11,7 +11,7 @@ from against_eager import assert_matches, compiled
 from habits import ROWS, Habit, Net, classes, features
 from torch import Tensor, nn
 
-from efftra_fx.errors import BatchError, CaptureError, LossError
+from efftra_fx.errors import BatchError, LossError
 
 WEIGHTS = torch.tensor([0.2, 0.5, 2.0], dtype=torch.float64)
 
@@ -156,11 +156,6 @@ def test_a_model_without_a_loss_is_refused() -> None:
 def test_a_loss_of_no_parameter_is_refused() -> None:
     with pytest.raises(LossError, match="depends on no parameter"):
         compiled(habit(values, lambda o, t: t.mean()))
-
-
-def test_a_selection_by_values_in_the_loss_is_refused_with_its_line() -> None:
-    with pytest.raises(CaptureError, match=r"depends on values at .*test_loss.py.*use a mask"):
-        compiled(habit(shares, lambda o, t: o[t > 0.4].mean()))
 
 
 def test_a_batch_without_rows_is_refused() -> None:
