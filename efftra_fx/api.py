@@ -302,7 +302,7 @@ class CompiledModel:
         results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
         self._add_gradients(results)
         if scaler is not None:
-            share_overflow(self.parameters(), self.world)
+            share_overflow(self.parameters(), self.world, self._stand_in)
         if self.optimizer is not None:
             if scaler is None:
                 self.optimizer.step()
@@ -411,10 +411,18 @@ class CompiledModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this process's parameters, for an optimizer.
 
-        A rank that has none yields one empty parameter, since optimizers refuse to have nothing.
+        A rank that trains none yields one more of its own, since optimizers and scalers refuse to have nothing.
         """
-        found = [parameter for _, parameter in self.named_parameters()]
-        yield from found or [nn.Parameter(torch.empty(0))]
+        found = dict(self.named_parameters())
+        yield from found.values()
+        trained = {p.name for p in self.wiring.parameters if p.trainable}
+        if not any(name in trained for name in found):
+            yield self._stand_in
+
+    @cached_property
+    def _stand_in(self) -> nn.Parameter:
+        """What the optimizer of a rank that trains nothing has to do."""
+        return nn.Parameter(torch.zeros(1, device=self.world.device))
 
     @property
     def rank(self) -> int:

@@ -26,11 +26,19 @@ def scale_of(scaler: Any) -> float:
     return float(scaler.scale(torch.ones((), device=scaler._device)))  # the first call makes the scale
 
 
-def share_overflow(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Let every rank have a gradient that is not finite where any rank has one; a collective call."""
-    held = [p for p in parameters if p.grad is not None]
+def share_overflow(parameters: Iterable[nn.Parameter], world: World, stand_in: nn.Parameter) -> None:
+    """Let every rank have a gradient that is not finite where any rank has one; a collective call.
+
+    A rank without any gradient shows it on `stand_in`, if that is one of its parameters: a scaler that finds no
+    gradient at all refuses to go on.
+    """
+    listed = list(parameters)
+    held = [p for p in listed if p.grad is not None and p is not stand_in]
     mine = not all(bool(torch.isfinite(p.grad).all()) for p in held if p.grad is not None)
-    if any(world.gather(mine)):
+    overflow = any(world.gather(mine))
+    if not held and any(p is stand_in for p in listed):
+        stand_in.grad = torch.full_like(stand_in, float("inf") if overflow else 0.0)
+    if overflow:
         for parameter in held[:1]:
             assert parameter.grad is not None
             parameter.grad = torch.full_like(parameter.grad, float("inf"))

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from against_eager import assert_same, compiled, one_device, step
 from habits import Habit, Net, classes, cross_entropy, features
+from ranks import run_ranks
 from torch import Tensor, nn
 
+from efftra_fx import Cluster, compile
 from efftra_fx.errors import InputError
 
 
@@ -84,3 +86,66 @@ def test_a_scaler_of_another_kind_is_refused() -> None:
     program = compiled(habit, ranks=1)
     with pytest.raises(InputError, match=r"scaler must be a torch.amp.GradScaler, got int"):
         program.step(*habit.args, target=habit.target, scaler=3)  # type: ignore[arg-type]
+
+
+Steps = list[tuple[float, float]]  # the norm of the gradients, and the scale after the step
+OVERFLOWS = (False, True, False)
+
+
+def half_frozen() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a net whose first layer, a stage by itself, is not trained, and a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    return model, torch.randn(8, 4), torch.arange(8) % 3
+
+
+def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss that overflows where a target says so."""
+    return F.cross_entropy(output, target % 3) * torch.where(target.max() > 2, float("inf"), 1.0)
+
+
+def train_scaled(unscale: bool) -> tuple[Steps, dict[str, Tensor]]:
+    """On a rank of its own: take steps, the second of which overflows; return what was seen, and the state."""
+    torch.set_num_threads(1)
+    model, x, y = half_frozen()
+    options = {"example_target": y, "loss_fn": scaled_loss, "costs": "estimated", "timeout": 60.0}
+    program = compile(model, Cluster.from_env(), example_inputs=(x,), cuts=("2",), micro_batches=2, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    seen: Steps = []
+    for overflow in OVERFLOWS:
+        program.step(x, target=y + 3 * overflow, scaler=scaler)
+        norm = torch.zeros(())
+        if unscale:
+            scaler.unscale_(optimizer)
+            norm = program.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append((float(norm), scaler.get_scale()))
+    return seen, dict(program.state_dict())
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_an_overflow_skips_the_step_on_all_ranks_those_that_train_nothing_included(unscale: bool) -> None:
+    found = run_ranks(train_scaled, 3, unscale, limit_s=120.0)  # the first trains nothing, the last is idle
+    model, x, y = half_frozen()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected: Steps = []
+    for overflow in OVERFLOWS:
+        scaler.scale(scaled_loss(model(x), y + 3 * overflow)).backward()
+        norm = torch.zeros(())
+        if unscale:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        expected.append((float(norm), scaler.get_scale()))
+    assert expected[1][1] == 512.0
+    for seen, state in found:
+        assert seen == [(pytest.approx(n, rel=1e-5, nan_ok=True), scale) for n, scale in expected]
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-7), name
