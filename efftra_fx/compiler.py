@@ -423,9 +423,10 @@ def cost_widths(
 
 
 def candidate_widths(cluster: Cluster, options: Options) -> set[int]:
-    """Return the tensor widths, above 1, that the plan may have for the sake of speed."""
+    """Return the tensor widths, above 1, whose costs have a say in the plan."""
     if options.tensor is not None:
-        return {width for width in options.tensor if width > 1}
+        settled = options.replicas is not None and len(options.tensor) == 1
+        return set() if settled else {width for width in options.tensor if width > 1}
     if options.plan is not None or options.cuts is not None or not _is_fast(cluster):
         return set()
     return _possible_widths(cluster)

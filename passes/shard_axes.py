@@ -527,7 +527,8 @@ def _rearranged(node: fx.Node, a: dict[str, Any]) -> Axes | None:
 
 
 @letters_of(aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
-      aten.to.dtype, aten.type_as.default, aten.detach_.default)  # fmt: skip
+      aten.to.dtype, aten.type_as.default, aten.detach_.default, aten.where.ScalarOther, aten.where.ScalarSelf,
+      aten.where.Scalar)  # fmt: skip
 def _same(node: fx.Node, a: dict[str, Any]) -> Axes | None:
     axes = pointwise(node)
     return axes

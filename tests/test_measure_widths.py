@@ -77,6 +77,7 @@ def test_nothing_is_timed_where_costs_are_estimated_or_no_width_can_be_chosen(mo
 
     monkeypatch.setattr(measure_widths, "time_block", never)
     program("estimated", tensor=(2,), micro_batches=2)
+    program(count=1, tensor=(2,), replicas=(1,), micro_batches=2)
     program(count=1, cuts=("down.0",))
 
 

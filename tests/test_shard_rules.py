@@ -159,6 +159,11 @@ def chosen(m: Maker, n: Sizes) -> fx.Node:
     return m.call(aten.where.self, m.input(torch.rand(3, d) > 0.5, 0), m.value(tensor(3, d), 0), m.parameter(tensor(d)))
 
 
+def chosen_or_none(m: Maker, n: Sizes) -> fx.Node:
+    value = m.value(tensor(3, n()), 0)
+    return m.call(aten.where.ScalarOther, m.call(aten.gt.Scalar, value, 0.0), value, 0.5)
+
+
 def total(m: Maker, n: Sizes) -> fx.Node:
     return m.call(aten.sum.dim_IntList, m.value(tensor(3, n(), n()), 0), [-1])
 
@@ -402,7 +407,8 @@ def unknown(m: Maker, n: Sizes) -> fx.Node:
 BUILDS = (
     linear, addmm, mm, square, bmm, baddbmm, matmul, einsum, embedding, attention, grouped_attention, softmax,
     layer_norm, group_norm, convolution, grouped_convolution, turned_convolution, pooling, product, addition,
-    activation, gated, chosen, total, average, largest, split_heads, split_fused, merge_heads, merge_with_rows,
+    activation, gated, chosen, chosen_or_none,
+    total, average, largest, split_heads, split_fused, merge_heads, merge_with_rows,
     flattened, transposed, expanded, repeated, squeezed, selected, split_piece, chunked, joined, stacked, gathered,
     implicit_einsum, dotted_einsum, summing_einsum, matrix_times_vector, depthwise_convolution,
     turned_grouped_convolution, sliced, sliced_third, sliced_with_steps, indexed_inside, indexed_apart, put, scattered,
