@@ -9,7 +9,6 @@ with one stage a device) are always among the candidates.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.plan import SCHEDULES, Plan
 
+from .bound import lower_bound, tight_bound
 from .candidates import Found, Request, Search, Setting
 from .evaluate import Figures
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
@@ -115,7 +115,7 @@ def partition(
     else:
         look_around(search, lines)
     found, plan, figures = choose(search)
-    bound = figures.step_s if proven else min(figures.step_s, search.floor_s)
+    bound = figures.step_s if proven else tight_bound(search, min(figures.step_s, search.floor_s), figures.step_s)
     plan = replace(plan, lower_bound_s=bound)
     others = alternatives(search, plain, found)
     return Planned(plan, figures, bound, search.candidates, others, proven, search.limited)
@@ -409,29 +409,6 @@ def shortage(plan: Plan, cluster: Cluster, figures: Figures) -> tuple[float, str
                 )
                 worst = needed - limit, words
     return worst
-
-
-def lower_bound(search: Search) -> float:
-    """No plan of this chain on these devices is faster: all work, spread as one likes over all devices."""
-    table, rows = search.table, search.request.rows
-    slowness = []
-    for c in range(len(table.classes)):
-        whole = [
-            way.tensor * float(table.forward_row[w, c, -1] + table.backward_row[w, c, -1])
-            for w, way in enumerate(table.ways)
-            if table.missing[w, c, -1] == 0
-        ]
-        blockwise = np.full(table.blocks, np.inf)
-        for w, way in enumerate(table.ways):
-            each = way.tensor * (np.diff(table.forward_row[w, c]) + np.diff(table.backward_row[w, c]))
-            absent = np.diff(table.missing[w, c]) > 0
-            blockwise = np.minimum(blockwise, np.where(absent, np.inf, each))
-        slowness.append(min(float(blockwise.sum()), *whole) if whole else float(blockwise.sum()))
-    index = {one: at for at, one in enumerate(table.classes)}
-    used = [slowness[index[(device.kind, device.speed)]] for device in search.cluster.devices]
-    if min(used) <= 0:
-        return 0.0
-    return rows / math.fsum(1.0 / one for one in used)
 
 
 def alternatives(search: Search, plain: list[tuple[str, Shape, Setting]], chosen: Found) -> tuple[Alternative, ...]:
