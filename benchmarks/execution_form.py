@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from efftra_fx.emit import Emitted, emit
 from efftra_fx.passes.deferred import finish
 from efftra_fx.passes.differentiate import Differentiated, Part, differentiate
+from efftra_fx.passes.stage_compile import compile_parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from step_models import Block
@@ -70,7 +71,7 @@ CASES = (
 )
 
 
-def forms_of(case: Case, micro_batches: int) -> dict[str, Callable[[], object]]:
+def forms_of(case: Case, micro_batches: int, backend: str = "") -> dict[str, Callable[[], object]]:
     """Return the forms by name; each runs forward and backward of one micro-batch, or of several where it says so."""
     torch.manual_seed(0)
     model, x = case.make(), torch.randn(case.shape)
@@ -136,6 +137,9 @@ def forms_of(case: Case, micro_batches: int) -> dict[str, Callable[[], object]]:
         "weights apart": apart,
         "recompute": lambda: into(again),
     }
+    if backend:
+        compiled = compile_parts(stage, backend)
+        forms[f"compiled by {backend}, adding in place"] = lambda: into(compiled)
     if stage.products:
         forms[f"{micro_batches} micro-batches"] = lambda: step(False)
         forms[f"{micro_batches} micro-batches, large weights once"] = lambda: step(True)
@@ -193,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="rounds a case (default 30)")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of the deferred form (default 8)")
+    parser.add_argument("--compiled", default="", help="also through torch.compile with this backend, such as inductor")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
@@ -204,7 +209,8 @@ def main() -> None:
     figures = {}
     for case in CASES:
         if options.only in case.name:
-            figures[case.name] = report(case.name, measure(forms_of(case, options.micro_batches), options.rounds))
+            forms = forms_of(case, options.micro_batches, options.compiled)
+            figures[case.name] = report(case.name, measure(forms, options.rounds))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

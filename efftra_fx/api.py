@@ -98,6 +98,7 @@ def compile(
     optimizer_states: float = 2.0,
     batch_norm: str = "local",
     rng: str = "plan",
+    compile_stages: bool | str = False,
     timeout: float = 300.0,
     dump: str | Path | None = None,
     progress: bool | None = None,
@@ -119,6 +120,7 @@ def compile(
     the plan then has one micro-batch).
     `rng` says what random numbers depend on besides the seed: with "plan" the same seed and the same plan draw the
     same masks; with "layout_free" every plan draws the masks that one device would.
+    `compile_stages=True` runs the stages' graphs through `torch.compile` (a name takes another of its backends).
     `progress` shows a bar while blocks are measured, and what each part of the compilation took (default: on
     terminals).
     `keep_memory` makes this process keep memory that it frees (on CPUs, with glibc): steps with large tensors
@@ -142,6 +144,7 @@ def compile(
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
         rng=rng,
+        compile_stages=compile_stages,
     )
     if keep_memory:
         keep_freed_memory()
@@ -206,7 +209,7 @@ class CompiledModel:
         front = self._front(args, kwargs, target, world)
         chain = measured_chain(front, self.cluster, self.options, world, self.report, make_bar(world, self.progress))
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
-        self._built = place(front, back, chain, planned, world, self.report)
+        self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
         self._variants.clear()
         self._executors.clear()
         if world is not None:
@@ -357,7 +360,7 @@ class CompiledModel:
         built: Built | None = None
         try:
             front = capture_again(self.model, self.built, call, tensors, self.options, reason)
-            built = lay_out(self.built, front, self.world)
+            built = lay_out(self.built, front, self.world, self.options.backend)
         except EfftraError as error:
             problem = error
         self.world.agree(problem, self.calls)
@@ -593,7 +596,8 @@ class CompiledModel:
             self._same_start(world)
         front, chain = self.built.front, self.built.chain
         back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)
-        other._built = place(front, back, chain, planned, world, other.report, self.built.codes)
+        codes, backend = self.built.codes, self.options.backend
+        other._built = place(front, back, chain, planned, world, other.report, codes, backend=backend)
         if world is not None:
             _LATEST[self.model] = weakref.ref(other)
         return other

@@ -28,12 +28,13 @@ from efftra_fx.compiler import (
     cost_widths,
 )
 from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
-from efftra_fx.errors import EfftraError, ReduceOrderError
+from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
 from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
 from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
+from efftra_fx.passes.stage_compile import check_backend
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
 from efftra_fx.program import AllReduce, Join, Load, Message, RankProgram, ReduceLoss, Value
@@ -208,13 +209,17 @@ def place(
     report: Report,
     known: dict[Any, StageFunctions] | None = None,
     base: Built | None = None,
+    backend: str | None = None,
 ) -> Built:
     """Give each rank of this process its stage's code and tensors; without ranks only the plan is kept.
 
     `known` has code of stages of the same captured step: what is equal is used again, what is new is added.
-    With `base`, parameters and buffers are those that it holds.
+    With `base`, parameters and buffers are those that it holds. With a `backend` of `torch.compile`, stages are
+    compiled by it; raises PlanError for stages that cannot be.
     """
     begin = time.perf_counter()
+    if backend is not None:
+        _check_compiled(back, backend, world)
     values = {v.name: v for v in back.wiring.values}
     built = Built(front, back, chain, planned, {}, {}, {}, values, {}, {} if known is None else known)
     if world is None:
@@ -231,10 +236,21 @@ def place(
         built.tails[rank] = TailFunction(front.tail, held.buffers, constant_stage, transport.device)
         built.works[rank] = None
         if rank in places:
-            code = _code(front, back, values, world.device.type, built.codes, places[rank], rank)
+            code = _code(front, back, values, world.device.type, built.codes, places[rank], rank, backend)
             built.works[rank] = _work(front, back, places[rank], rank, code)
     report.timed("place", begin)
     return built
+
+
+def _check_compiled(back: Back, backend: str, world: World | None) -> None:
+    for index, (sharded, synced) in enumerate(zip(back.sharded, back.synced, strict=True)):
+        if sharded is not None or synced is not None:
+            what = "is several ranks wide" if sharded is not None else "takes statistics over its replicas"
+            raise PlanError(
+                f"stage {index} {what}, so it meets other ranks on its way and cannot be compiled; leave "
+                "compile_stages out, or give a plan with tensor width 1 and batch_norm='local'"
+            )
+    check_backend(backend, world.device.type if world is not None else "cpu")
 
 
 def _shapes(front: Front, back: Back, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -253,6 +269,7 @@ def _code(
     known: dict[Any, StageFunctions],
     index: int,
     rank: int,
+    backend: str | None,
 ) -> StageFunctions:
     inputs = {name: (front.examples[name], dim) for name, dim in front.dims.items()}
     example = example_of(values, front.tensors, inputs)
@@ -269,7 +286,7 @@ def _code(
         if sharded is not None:
             example = local_example(example, sharded.parameters, number)
         if sharded is None and synced is None:
-            known[key] = stage_code(graph, flags, example, stage.recompute, device)
+            known[key] = stage_code(graph, flags, example, stage.recompute, device, backend)
         else:
             own = sharded.stages[number] if sharded is not None else graph
             own = synced.stages[number] if synced is not None else own

@@ -77,6 +77,7 @@ class Options:
     costs: CostTable | str = "measured"
     optimizer_states: float = 2.0
     rng: str = "plan"  # or "layout_free"
+    backend: str | None = None  # of torch.compile, for the stages
     check_capture: bool = True
 
 

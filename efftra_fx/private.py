@@ -75,3 +75,10 @@ def above_autograd() -> AbstractContextManager[None]:
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set() - _autograd_keys()
     return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def compilation_error() -> type[Exception]:
+    """Return the exception that `torch.compile` raises where it cannot compile; loads the compiler."""
+    import torch._dynamo.exc
+
+    return torch._dynamo.exc.TorchDynamoException

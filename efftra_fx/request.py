@@ -47,6 +47,7 @@ def read_options(
     optimizer_states: float,
     batch_norm: str,
     rng: str,
+    compile_stages: bool | str,
 ) -> Options:
     """Return the options of a compilation; raise PlanError where they cannot be meant, or not together."""
     stages, micro_batches = _count("stages", stages), _count("micro_batches", micro_batches)
@@ -72,6 +73,8 @@ def read_options(
         )
     if batch_norm not in BATCH_NORMS:
         raise PlanError(f"batch_norm must be one of {', '.join(BATCH_NORMS)}, got {batch_norm!r}")
+    if not isinstance(compile_stages, bool | str):
+        raise PlanError(f"compile_stages must be True, False or a backend of torch.compile, got {compile_stages!r}")
     if rng not in ("plan", "layout_free"):
         raise PlanError(f"rng must be 'plan' (masks depend on the plan) or 'layout_free' (they do not), got {rng!r}")
     return Options(
@@ -88,6 +91,7 @@ def read_options(
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
         rng=rng,
+        backend=None if compile_stages is False else "inductor" if compile_stages is True else compile_stages,
     )
 
 

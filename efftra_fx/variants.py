@@ -107,7 +107,7 @@ def capture_again(
         raise InputError(f"{reason}; the step was captured again for this batch, but {error}") from error
 
 
-def lay_out(base: Built, front: Front, world: World) -> Built:
+def lay_out(base: Built, front: Front, world: World, backend: str | None = None) -> Built:
     """Return the new form laid out like `base`, on the same tensors.
 
     Raises InputError where its parameters would be used by other stages than those that hold them.
@@ -127,7 +127,7 @@ def lay_out(base: Built, front: Front, world: World) -> Built:
                 f"this form of batch uses '{parameter.name}' in stages {list(parameter.stages)}, but stages "
                 f"{list(held or ())} hold it; give a batch of this form to compile, or compile for it apart"
             )
-    return place(front, back, base.chain, base.planned, world, Report(), base=base)
+    return place(front, back, base.chain, base.planned, world, Report(), base=base, backend=backend)
 
 
 def _same_cuts(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]]) -> Plan:

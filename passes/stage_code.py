@@ -15,6 +15,7 @@ from efftra_fx.program import Value
 
 from .differentiate import Differentiated, Part, differentiate
 from .split import StageGraph
+from .stage_compile import compile_parts
 
 Example = Callable[[Role, int], Any]  # a meta tensor for what a placeholder gets at this number of rows
 
@@ -23,7 +24,14 @@ class TrainingCode:
     """Forward and backward of a stage; see `StageCode` in the runtime for what the calls mean."""
 
     def __init__(
-        self, stage: StageGraph, flags: Flags, example: Example, rows: int, recompute: bool, device: str
+        self,
+        stage: StageGraph,
+        flags: Flags,
+        example: Example,
+        rows: int,
+        recompute: bool,
+        device: str,
+        backend: str | None = None,
     ) -> None:
         roles = stage.roles
         self.flags = flags
@@ -36,6 +44,8 @@ class TrainingCode:
             recompute=recompute,
             device=device,
         )
+        if backend is not None:
+            self.parts = compile_parts(self.parts, backend)
         self.values = [i for i, role in enumerate(r for r in roles if r.kind == "value") if flags.values[i]]
         self.count = sum(role.kind == "value" for role in roles)
         self.places = [i for i, flag in enumerate(flags.parameters) if flag]
@@ -211,14 +221,19 @@ def _moves(node: Any) -> bool:
 
 
 def stage_code(
-    stage: StageGraph, flags: Flags, example: Example, recompute: bool = False, device: str = "cpu"
+    stage: StageGraph,
+    flags: Flags,
+    example: Example,
+    recompute: bool = False,
+    device: str = "cpu",
+    backend: str | None = None,
 ) -> Callable[[int], TrainingCode | ForwardCode]:
-    """Return what makes (and keeps) the stage's functions by number of rows."""
+    """Return what makes (and keeps) the stage's functions by number of rows; with a `backend` they are compiled."""
 
     @cache
     def code(rows: int) -> TrainingCode | ForwardCode:
         if flags.any:
-            return TrainingCode(stage, flags, example, rows, recompute, device)
+            return TrainingCode(stage, flags, example, rows, recompute, device, backend)
         return forward_code(stage)
 
     return code
