@@ -16,6 +16,7 @@ from efftra_fx.errors import EfftraError, PlanError
 from efftra_fx.passes.explain import explain
 from efftra_fx.passes.partition import Planned, partition
 from efftra_fx.plan import Stage
+from efftra_fx.units import size_text
 from efftra_fx.workload import load_workload
 
 Ids = tuple[tuple[int, ...], ...]
@@ -165,16 +166,16 @@ def as_table(planned: Planned, data: dict[str, Any], cluster: Cluster) -> str:
         gap_line(planned),
         used_line(data),
         "",
-        "stage  replicas  tensor  memory GB  devices          nodes",
+        "stage  replicas  tensor   memory  devices          nodes",
     ]
     for index, stage in enumerate(plan.stages):
-        memory = planned.memory_bytes[index] / 1e9
+        memory = size_text(planned.memory_bytes[index])
         nodes = data["stages"][index]["nodes"]
         lines.append(
-            f"{index:5d}  {stage.replicas:8d}  {stage.tensor:6d}  {memory:9.2f}  {device_range(stage):15}  "
+            f"{index:5d}  {stage.replicas:8d}  {stage.tensor:6d}  {memory:>7}  {device_range(stage):15}  "
             f"{len(nodes)} nodes, ids {shortened(nodes)}"
         )
-        lines.append(f"{'':44}{first_words(data['stages'][index]['names'])}")
+        lines.append(f"{'':42}{first_words(data['stages'][index]['names'])}")
     lines += ["", "alternatives (predicted)"]
     for other in data["alternatives"]:
         what = f"{other['step_s'] * 1e3:10.2f} ms  {other['slower']:+8.1%}" if other["fits"] else f"{'':16}does not fit"

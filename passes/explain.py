@@ -16,6 +16,7 @@ from efftra_fx.errors import MemoryPlanError
 from efftra_fx.formulas import Route, StageTerms, routes
 from efftra_fx.formulas import step as step_formula
 from efftra_fx.plan import Plan
+from efftra_fx.units import size_text
 
 from .evaluate import Figures, StageFigures, evaluate
 from .partition import Planned, partition
@@ -86,10 +87,10 @@ def about_stages(plan: Plan, chain: Chain) -> list[str]:
     lines = [f"{plan.micro_batches} micro-batch(es), schedule {plan.schedule}"]
     for index, stage in enumerate(plan.stages):
         blocks = [chain.blocks[block] for block in stage.blocks]
-        held = sum(block.parameter_bytes for block in blocks) / 1e6
+        held = size_text(sum(block.parameter_bytes for block in blocks))
         width = f", {stage.tensor} wide" if stage.tensor > 1 else ""
         lines.append(
-            f"stage {index}: {blocks[0].name} to {blocks[-1].name} ({len(blocks)} block(s), {held:.4g} MB held)"
+            f"stage {index}: {blocks[0].name} to {blocks[-1].name} ({len(blocks)} block(s), {held} held)"
             f" on {'device' if len(stage.devices) == 1 else 'devices'} {', '.join(map(str, stage.devices))}{width}"
         )
     return lines
@@ -181,8 +182,8 @@ def about_memory(plan: Plan, figures: Figures, cluster: Cluster) -> list[str]:
     for index, (stage, needed) in enumerate(zip(plan.stages, figures.memory_bytes, strict=True)):
         limits = [cluster.devices[device].memory_bytes for device in stage.devices]
         least = min((limit for limit in limits if limit is not None), default=None)
-        of = "no limit" if least is None else f"of {least / 1e9:.3g} GB ({needed / least:.0%})"
-        lines.append(f"stage {index}: {needed / 1e9:.3g} GB {of}, {plan.warm_up(index)} micro-batches in flight")
+        of = "no limit" if least is None else f"of {size_text(least)} ({needed / least:.0%})"
+        lines.append(f"stage {index}: {size_text(needed)} {of}, {plan.warm_up(index)} micro-batches in flight")
     return lines
 
 

@@ -17,6 +17,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.plan import SCHEDULES, Plan
+from efftra_fx.units import size_text
 
 from .bound import lower_bound, tight_bound
 from .candidates import Found, Request, Search, Setting
@@ -389,7 +390,7 @@ def misfit(search: Search) -> PlanError:
         )
     plan, figures = search.judge(search.closest[1])
     short = shortage(plan, search.cluster, figures)
-    words = short[1] if short else f"{search.closest[0] / 1e9:.3g} GB are missing"
+    words = short[1] if short else f"{size_text(search.closest[0])} are missing"
     return MemoryPlanError(
         f"no plan fits the memory of the devices; the closest has replicas"
         f" {tuple(stage.replicas for stage in plan.stages)} and {plan.micro_batches} micro-batches: {words}"
@@ -404,8 +405,8 @@ def shortage(plan: Plan, cluster: Cluster, figures: Figures) -> tuple[float, str
             limit = cluster.devices[device].memory_bytes
             if limit is not None and needed > limit and (worst is None or needed - limit > worst[0]):
                 words = (
-                    f"stage {index} needs {needed / 1e9:.3g} GB but device {device} has {limit / 1e9:.3g} GB"
-                    f" ({(needed - limit) / 1e9:.3g} GB are missing); add devices, memory or micro-batches"
+                    f"stage {index} needs {size_text(needed)} but device {device} has {size_text(limit)}"
+                    f" ({size_text(needed - limit)} are missing); add devices, memory or micro-batches"
                 )
                 worst = needed - limit, words
     return worst

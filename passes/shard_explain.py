@@ -15,6 +15,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Exchanged
 from efftra_fx.meta import ROLE
 from efftra_fx.plan import Plan, Stage
+from efftra_fx.units import size_text
 
 from .blocks import size_at
 from .shapes import elements, operations
@@ -137,9 +138,7 @@ def _cut(graph: StageGraph, sharded: Sharded) -> str:
 def _moved(moved: Sequence[Moved], backward: bool) -> str:
     mine = [one for one in moved if one.backward == backward]
     counts = Counter((one.kind, one.size_bytes) for one in mine)
-    parts = [
-        f"{count} {kind}{'s' if count > 1 else ''} of {size / 1e6:.4g} MB" for (kind, size), count in counts.items()
-    ]
+    parts = [f"{count} {kind}{'s' if count > 1 else ''} of {size_text(size)}" for (kind, size), count in counts.items()]
     return ", ".join(parts) or "nothing is exchanged"
 
 

@@ -41,6 +41,7 @@ from efftra_fx.program import (
     ReduceLoss,
     Wiring,
 )
+from efftra_fx.units import size_text
 
 from .deadlock import SEMANTICS, describe_deadlock, find_deadlock
 from .expected import expect, place
@@ -218,10 +219,6 @@ def _verify_memory(programs: Mapping[int, RankProgram], wiring: Wiring, memory: 
         for index, held in enumerate(track_memory(programs[rank], wiring, memory)):
             if limit is not None and held > limit:
                 raise DeviceMemoryError(
-                    f"{place(rank, index, programs[rank].instructions[index])} needs {_size(held)} "
-                    f"but the device has {_size(limit)}; add devices or micro-batches"
+                    f"{place(rank, index, programs[rank].instructions[index])} needs {size_text(held)} "
+                    f"but the device has {size_text(limit)}; add devices or micro-batches"
                 )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3f} GB" if count >= 10**7 else f"{count} bytes"

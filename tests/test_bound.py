@@ -72,3 +72,17 @@ def test_no_bound_is_sought_above_the_plan() -> None:
     chain = Chain((NodeCost("b", Timing(0, 1e-3), Timing(0, 2e-3), 1e6, 1e6, 1e3, 1e3),))
     search = search_of(chain, Cluster.local(2), Rules(), Request(4))
     assert tight_bound(search, 0.006, 0.006) == 0.006
+
+
+@pytest.mark.parametrize("states", [bounds.MOST_STATES, 0])
+@pytest.mark.parametrize(("machines", "step_s"), [(1, 0.016), (2, 0.018)])
+def test_replicas_must_reduce_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, states: int, machines: int, step_s: float
+) -> None:
+    """8 rows of 3 ms on two devices: 12 ms, and 4 MB by a ring over 1 GB/s inside a machine, 2/3 GB/s between."""
+    monkeypatch.setattr(bounds, "MOST_STATES", states)
+    chain = Chain((NodeCost("b", Timing(0, 1e-3), Timing(0, 2e-3), 4e6, 4e6, 0.0, 0.0),))
+    cluster = Cluster.uniform(machines, 2 // machines, None, Link(1e9), Link(1e9 * 2 / 3))
+    search = search_of(chain, cluster, Rules(overlap=False), Request(8))
+    assert partition(chain, cluster, 8, overlap=False).step_s == pytest.approx(step_s)
+    assert 0.98 < bound_of(search, step_s) / step_s <= 1 + 1e-9

@@ -180,7 +180,7 @@ PLANS: dict[str, tuple[type[EfftraError], str, Callable[[], Any]]] = {
     ),
     "too little memory for the plan": (
         MemoryPlanError,
-        "the given plan does not fit: stage 0 needs ... GB but device 0 has 1e-06 GB ( ... are missing); add devices",
+        "the given plan does not fit: stage 0 needs ... B but device 0 has 1 kB ( ... are missing); add devices",
         lambda: planned(SMALL, plan=lay_out(4, (1, 1), 2)),
     ),
     "a plan of fewer blocks": (

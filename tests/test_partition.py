@@ -184,7 +184,7 @@ def test_no_rows_is_an_error() -> None:
 @pytest.mark.parametrize("devices", [2, 8, 64])
 def test_a_model_that_fits_nowhere_names_the_closest_plan_and_what_is_missing(devices: int) -> None:
     cluster = Cluster.uniform(1, devices, 0.05, Link(1e10))
-    with pytest.raises(MemoryPlanError, match=r"closest has replicas .* needs .* GB but device \d+ has 0.05 GB"):
+    with pytest.raises(MemoryPlanError, match=r"closest has replicas .* needs .* GB but device \d+ has 50 MB"):
         partition(chain_of(4, weight=1e9), cluster, 8)
 
 

@@ -355,7 +355,7 @@ def test_a_program_larger_than_its_device_is_named() -> None:
     memory = Memory((172, 172, None), (100, 0), lambda stage, rows: 10 * rows)
     verify_programs(programs, case.wiring, memory=memory)
     with pytest.raises(
-        errors.DeviceMemoryError, match=r"rank 0, instruction \d+ \(.*\) needs 172 bytes but the device has 171 bytes"
+        errors.DeviceMemoryError, match=r"rank 0, instruction \d+ \(.*\) needs 172 B but the device has 171 B"
     ):
         verify_programs(programs, case.wiring, memory=replace(memory, limit_bytes=(171, 172, None)))
     with pytest.raises(errors.HeaderError, match="knows 1 ranks"):
