@@ -39,6 +39,7 @@ from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
 from efftra_fx.passes.pipeline import run_passes
+from efftra_fx.passes.reduction import Weight
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
@@ -97,6 +98,7 @@ def compile(
     costs: CostTable | str = "measured",
     optimizer_states: float = 2.0,
     batch_norm: str = "local",
+    loss_reduction: str | Weight | None = None,
     rng: str = "plan",
     compile_stages: bool | str = False,
     timeout: float = 300.0,
@@ -115,6 +117,9 @@ def compile(
     rest. `batch_dims` says along which dimension a tensor carries the batch where that is not dimension 0
     (None: it does not). `costs` is "measured", "estimated" (from operation counts, nothing is run), or a
     table. `optimizer_states` is the optimizer's state in bytes for each byte of parameters (Adam: 2).
+    `loss_reduction` says how the losses of micro-batches make that of the whole batch, where the graph does not
+    show it: "mean" (over rows), "sum", or a function of a micro-batch's args, kwargs and target that gives its
+    weight. It is checked on the example; without it such a loss is computed once on the whole batch.
     `batch_norm` says over which rows a BatchNorm in training takes its statistics: "local" (those of a micro-batch
     that are on one replica), "synced" (all rows of a micro-batch) or "exact" (the whole batch, as on one device:
     the plan then has one micro-batch).
@@ -143,6 +148,7 @@ def compile(
         costs=costs,
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
+        loss_reduction=loss_reduction,
         rng=rng,
         compile_stages=compile_stages,
     )

@@ -1,9 +1,9 @@
-"""A loss function that runs as it is: one node that sees the whole batch's output of the model, once a step.
+"""A loss function that runs as it is: one node, which sees the whole batch's output of the model once a step.
 
 What a loss decides by values (a selection by a mask, the hardest examples, a matching) cannot be
 captured, and need not be: the model's output is gathered, and the user's own Python computes the
 loss from it, with autograd just around it. So nothing of the loss may be cut by the batch, whatever
-a few rows would suggest.
+a few rows would suggest; unless the user says how the losses of parts make that of the whole.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ LossFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """A loss function as one node; `reason` says why it could not be captured, `dtype` is that of its result."""
+    """A loss function as one node; `reason` says why it could not be captured, `dtype` is that of its result.
+
+    `divided`: the losses of parts are wanted, each from its own rows.
+    """
 
     function: LossFn
     reason: str
     dtype: torch.dtype
+    divided: bool = False
 
     def __call__(self, *given: Any) -> Tensor:
         """Return the loss of output and target, as a node while a graph is captured."""
@@ -56,7 +60,12 @@ class WholeLoss:
         operands = [*state.values(), *(flat[i] for i in places)]
         wanted = [t.requires_grad for t in operands]
         operator = make_operator(
-            "loss", run, lambda given: [given[0].new_empty((), dtype=self.dtype)], wanted=wanted, whole=True
+            "loss",
+            run,
+            lambda given: [given[0].new_empty((), dtype=self.dtype)],
+            wanted=wanted,
+            whole=not self.divided,
+            rests=True,
         )
         result: Tensor = operator(operands)[0]
         return result

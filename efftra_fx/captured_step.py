@@ -22,15 +22,16 @@ def capture_step(
     loss_fn: LossFn | None,
     check: bool,
     timed: Callable[[str, float], None],
+    divided: bool = False,
 ) -> Captured:
     """Capture the step and check it against eager, on a few rows (`small`) or, where values of all decide, on all.
 
-    Where that cannot be done with the loss in the graph, it is done with the loss as it is.
+    Where that cannot be done with the loss in the graph, it is done with the loss as it is (`divided`: on each part).
     """
 
     def captured(whole_loss: str) -> Captured:
         begin = time.perf_counter()
-        found = capture(model, call, tensors, dims, loss_fn, whole_loss=whole_loss)
+        found = capture(model, call, tensors, dims, loss_fn, whole_loss=whole_loss, divided=divided)
         timed("trace", begin)
         if not found.symbolic:
             fixed = [(n, t.shape[d]) for n, t, d in zip(call.tensor_names, tensors, dims, strict=True) if d is not None]

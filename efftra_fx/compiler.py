@@ -39,7 +39,8 @@ from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.measure_widths import measure_widths
 from efftra_fx.passes.partition import Planned, partition, shortage
-from efftra_fx.passes.pipeline import run_passes
+from efftra_fx.passes.pipeline import Pass, run_passes
+from efftra_fx.passes.reduction import DeclareReduction, SettleReduction, Weight
 from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy
 from efftra_fx.passes.shard import Sharded, shard_stages
@@ -74,6 +75,7 @@ class Options:
     tensor: tuple[int, ...] | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     batch_norm: str = "local"
+    loss_reduction: str | Weight | None = None
     costs: CostTable | str = "measured"
     optimizer_states: float = 2.0
     rng: str = "plan"  # or "layout_free"
@@ -226,7 +228,10 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
-    captured = capture_step(model, call, whole, small, dims, options.loss_fn, options.check_capture, report.timed)
+    divided = options.loss_reduction is not None
+    captured = capture_step(
+        model, call, whole, small, dims, options.loss_fn, options.check_capture, report.timed, divided
+    )
     report.graph("trace", captured.gm)
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
     parameters = [role for role in roles if role.kind == "parameter"]
@@ -246,15 +251,26 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
             names, dims = [*names, *KEY_DIMS], (*dims, *KEY_DIMS.values())
             tensors = (*tensors, *keys_of(0, rows, tensors[0].device).values())
             small = [*small, *keys_of(0, rows_of(small, dims), tensors[0].device).values()]
-    gm = run_passes(
-        gm,
-        (SeparateMeans(dims), ProveBatch(values, small, dims)),
-        ("role", "outputs"),
-        lambda name, graph, _: report.graph(name, graph),
-    )
+    proof: tuple[Pass, ...] = (SeparateMeans(dims), ProveBatch(values, small, dims))
+    if options.loss_reduction is not None:
+        claim = getattr(options.loss_reduction, "__name__", repr(options.loss_reduction))
+        settle = SettleReduction(claim, values, small if rows == 1 else tensors, dims)
+        proof = (proof[0], DeclareReduction(options.loss_reduction, call, dims), proof[1], settle)
+    try:
+        gm = run_passes(gm, proof, ("role", "outputs"), lambda name, graph, _: report.graph(name, graph))
+    except (RuntimeError, ValueError, IndexError, LossError) as error:
+        said = str(error).strip().partition("\n")[0]  # an interpreter adds where it was
+        if options.loss_reduction is None:
+            raise
+        if isinstance(error, LossError):
+            raise LossError(said) from error
+        raise LossError(
+            f"loss_reduction={options.loss_reduction!r}: the loss cannot be computed for a few rows of the example "
+            f"({said}); leave it out, so that the loss is computed once on the whole batch"
+        ) from error
     norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
     counters, pairwise = _counters(gm), _pairwise(gm)
-    notes = (*_notes(norms, options.batch_norm), *_buffer_notes(gm, counters, norms), *_opaque_notes(captured))
+    notes = (*_notes(norms, options.batch_norm), *_buffer_notes(gm, counters, norms), *_opaque_notes(captured, divided))
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -298,11 +314,12 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _opaque_notes(captured: Captured) -> tuple[str, ...]:
+def _opaque_notes(captured: Captured, divided: bool) -> tuple[str, ...]:
     notes = [f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque]
     if captured.whole_loss:
         reason = captured.whole_loss.removeprefix("the model cannot be captured as a graph: ").partition("; ")[0]
-        notes.append(f"the loss runs as it is, once a step on the whole batch's output: {reason}")
+        where = "on each part" if divided else "once a step on the whole batch's output"
+        notes.append(f"the loss runs as it is, {where}: {reason}")
     return tuple(notes)
 
 

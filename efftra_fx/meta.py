@@ -92,6 +92,7 @@ BATCH: Key[Split] = Key("batch")  # prove-batch: on every node
 FREE: Key[bool] = Key("free")  # prove-batch: needs no parameter, so any stage can compute it from the inputs
 BLOCK: Key[int] = Key("block")  # blocks: on every node that belongs to a block
 STAGE: Key[int] = Key("stage")  # split-stages: on every node with a block
+REDUCED: Key[str] = Key("reduced")  # declare-reduction: which part of the declared loss this is
 PATH: Key[str] = Key("path")  # trace: module path that a node came from
 SOURCE: Key[str] = Key("source")  # trace: the user's source line
 CONSTANTS: Key[Mapping[str, Any]] = Key("constants")  # trace: on the graph, constant tensors by name

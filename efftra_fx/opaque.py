@@ -34,13 +34,14 @@ def make_operator(
     draws: bool = False,
     wanted: Sequence[bool] | None = None,
     whole: bool = False,
+    rests: bool = False,
 ) -> Any:
     """Return a new differentiable operator from tensors to tensors.
 
     `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
     results for fake operands. One that `draws` random numbers gives the state before that as further results.
     `wanted` says which operands get gradients (all that can, if it is left out); `whole` that the operator must
-    see the whole batch, whatever it gives for parts.
+    see the whole batch, whatever it gives for parts; `rests` that it need not run where no gradient comes in.
     """
     settings = _autocast_settings()
 
@@ -68,6 +69,9 @@ def make_operator(
         return [*shape(operands), *(torch.empty_like(s) for s in (random_states(operands) if draws else ()))]
 
     def backward_impl(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+        if rests and not any(bool(g.any()) for g in gradients):
+            moved = [t for t, flag in zip(operands, moving(operands), strict=True) if flag]
+            return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in moved]
         with private.above_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_(flag) for t, flag in zip(operands, moving(operands), strict=True)]
             with _states_set(states, leaves):

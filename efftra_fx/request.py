@@ -12,6 +12,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Options
 from efftra_fx.cost import CostTable
 from efftra_fx.errors import ClusterError, InputError, LossError, PlanError
+from efftra_fx.passes.reduction import Weight
 from efftra_fx.plan import SCHEDULES, Plan
 
 BATCH_NORMS = ("local", "synced", "exact")
@@ -46,6 +47,7 @@ def read_options(
     costs: CostTable | str,
     optimizer_states: float,
     batch_norm: str,
+    loss_reduction: str | Weight | None,
     rng: str,
     compile_stages: bool | str,
 ) -> Options:
@@ -77,6 +79,11 @@ def read_options(
         raise PlanError(f"compile_stages must be True, False or a backend of torch.compile, got {compile_stages!r}")
     if rng not in ("plan", "layout_free"):
         raise PlanError(f"rng must be 'plan' (masks depend on the plan) or 'layout_free' (they do not), got {rng!r}")
+    if not (loss_reduction in (None, "mean", "sum") or callable(loss_reduction)):
+        raise LossError(
+            "loss_reduction must be 'mean', 'sum' or a function of a part's args, kwargs and target that gives its "
+            f"weight, got {loss_reduction!r}"
+        )
     return Options(
         loss_fn=loss_fn,
         stages=stages,
@@ -90,6 +97,7 @@ def read_options(
         costs=costs,
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
+        loss_reduction=loss_reduction,
         rng=rng,
         backend=None if compile_stages is False else "inductor" if compile_stages is True else compile_stages,
     )

@@ -176,18 +176,20 @@ def capture(
     loss_fn: LossFn | None = None,
     want: str = "loss",
     whole_loss: str = "",
+    divided: bool = False,
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
     Leaves with a batch dimension get a symbolic size there; where the model fixes that
     size, the graph is captured at the size of the example and `symbolic` is False.
-    With `whole_loss`, a reason, the loss function is one node that sees the whole batch.
+    With `whole_loss`, a reason, the loss function is one node that sees the whole batch; or, if it may be
+    `divided`, the part at hand.
     Raises CaptureError where the model cannot be captured.
     """
     attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want, flags=flags_of(model))
     if whole_loss:
         assert loss_fn is not None
-        attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt))
+        attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt), divided)
     try:
         return attempt.capture()
     except AsksValuesError as first:

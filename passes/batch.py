@@ -186,16 +186,18 @@ _BATCH_NORMS = frozenset(
 class _Recorder(fx.Interpreter):
     """Compute every node in double precision and keep its value."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=False)
+    def __init__(self, gm: fx.GraphModule, only: fx.Node | None = None) -> None:
+        super().__init__(gm, garbage_collect_values=only is not None)
         self.record: dict[fx.Node, Any] = {}
+        self.only = only
 
     def run_node(self, node: fx.Node) -> Any:
         if node.op in ("call_function", "get_attr"):
             value = _wide(self._value(node)) if node.op == "call_function" else _wide(super().run_node(node))
         else:
             value = super().run_node(node)
-        self.record[node] = value
+        if self.only in (None, node):
+            self.record[node] = value
         return value
 
     def _value(self, node: fx.Node) -> Any:
@@ -242,13 +244,25 @@ def evaluate_nodes(
     gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor]
 ) -> dict[fx.Node, Any]:
     """Return the value of every node, random masks fixed."""
+    return _evaluate(_Recorder(gm), gm, values, inputs)
+
+
+def evaluate_some(
+    gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor], node: fx.Node
+) -> float:
+    """Return the value of one node, a number, as `evaluate_nodes` does, holding no more than is still needed."""
+    return float(_evaluate(_Recorder(gm, node), gm, values, inputs)[node])
+
+
+def _evaluate(
+    recorder: _Recorder, gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor]
+) -> dict[fx.Node, Any]:
     source = iter(inputs)
     operands = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             role = ROLE[node]
             operands.append(_wide(next(source) if role.kind == "input" else values[role.kind, role.name]))
-    recorder = _Recorder(gm)
     with torch.random.fork_rng(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         recorder.run(*operands, enable_io_processing=False)
     return recorder.record

@@ -117,6 +117,13 @@ def split_tail(gm: fx.GraphModule, training: bool = True) -> tuple[fx.GraphModul
     return gm, Tail(tail_gm, boundaries, linear)
 
 
+def is_separable(gm: fx.GraphModule) -> bool:
+    """Say whether the loss is linear in sums over parts of the batch; needs `BATCH` and `FREE`."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    inside, boundary = _walk([n for n in output.args[0][:1] if isinstance(n, fx.Node)])
+    return all(BATCH[n].kind != "rows" for n in boundary) and _is_linear(inside, boundary)
+
+
 def _at_the_end(gm: fx.GraphModule, tail: fx.GraphModule, kept: list[fx.Node], output: fx.Node) -> list[fx.Node]:
     """Carry boundary values to the end of the chain, so that the last stage has all of them when parts are joined."""
     holders = {ROLE[n].name: n for n in tail.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "boundary"}
