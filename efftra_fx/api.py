@@ -35,6 +35,7 @@ from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
 from efftra_fx.heap import keep_freed_memory
+from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -404,7 +405,14 @@ class CompiledModel:
                 if id(parameter) in done:
                     continue
                 done.add(id(parameter))
+                own = self._own(name, parameter)
+                gradient = hooked(own, gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                call_after_accumulation(own, parameter)
+
+    def _own(self, name: str, parameter: Tensor) -> Tensor:
+        """Return the model's own parameter, which has the user's hooks, also where this process holds a copy."""
+        return self.built.front.tensors.get(("parameter", name), parameter)
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -581,7 +589,7 @@ class CompiledModel:
     def _whole_gradients(self, results: Mapping[int, StepResult]) -> dict[str, Tensor]:
         mine: dict[str, Tensor] = {}
         for found in whole_gradients(self.built, {rank: r.gradients for rank, r in results.items()}).values():
-            mine.update(found)
+            mine.update({name: hooked(self._own(name, gradient), gradient) for name, gradient in found.items()})
         listed = owned(self.built, self.model, self.options.loss_fn, gradients=True)
         own = [(item, mine.get(whole_name(item.name)) if t is not None else None) for item, t in listed]
         return share(self.world, own, self.built)

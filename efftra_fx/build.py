@@ -29,6 +29,7 @@ from efftra_fx.compiler import (
 )
 from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
+from efftra_fx.hooks import has_hooks
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.partition import Planned
 from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
@@ -218,6 +219,7 @@ def place(
     compiled by it; raises PlanError for stages that cannot be.
     """
     begin = time.perf_counter()
+    _check_cut(front, back)
     if backend is not None:
         _check_compiled(back, backend, world)
     values = {v.name: v for v in back.wiring.values}
@@ -240,6 +242,17 @@ def place(
             built.works[rank] = _work(front, back, places[rank], rank, code)
     report.timed("place", begin)
     return built
+
+
+def _check_cut(front: Front, back: Back) -> None:
+    for index, sharded in enumerate(back.sharded):
+        cut = [name for name, where in sharded.parameters.items() if where.cut is not None] if sharded else []
+        for name in cut:
+            if has_hooks(front.tensors["parameter", name]):
+                raise PlanError(
+                    f"parameter '{name}' has hooks, which need its whole gradient, but stage {index} cuts it over "
+                    f"{back.plan.stages[index].tensor} ranks; remove the hooks, or give a plan with tensor width 1"
+                )
 
 
 def _check_compiled(back: Back, backend: str, world: World | None) -> None:

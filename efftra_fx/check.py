@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.hooks import hooked
 from efftra_fx.meta import ROLE
 from efftra_fx.signature import Call
 from efftra_fx.trace import LossFn, loss_of
@@ -117,7 +118,11 @@ def one_device_graph(
         loss = gm(*operands)[0]
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         seconds = time.perf_counter() - begin
-    gradients = {name: g.detach() for name, g in zip(wanted, found, strict=True) if g is not None}
+    gradients = {
+        name: hooked(held["parameter", name], g.detach())
+        for name, g in zip(wanted, found, strict=True)
+        if g is not None
+    }
     return float(loss.detach()), gradients, seconds
 
 

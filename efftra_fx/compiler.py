@@ -29,6 +29,7 @@ from efftra_fx.errors import (
     PlacementError,
     PlanError,
 )
+from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
@@ -225,6 +226,8 @@ def _grown(tensor: Tensor, dim: int) -> Tensor:
 
 def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: Options, report: Report) -> Front:
     """Capture a step, check it against eager, prove how it follows the batch, and fold it into blocks."""
+    models = (model, options.loss_fn) if isinstance(options.loss_fn, nn.Module) else (model,)
+    check_hooks(*models)
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
@@ -270,7 +273,8 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         ) from error
     norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
     counters, pairwise = _counters(gm), _pairwise(gm)
-    notes = (*_notes(norms, options.batch_norm), *_buffer_notes(gm, counters, norms), *_opaque_notes(captured, divided))
+    buffers = _buffer_notes(gm, counters, norms)
+    notes = (*_notes(norms, options.batch_norm), *buffers, *hook_notes(*models), *_opaque_notes(captured, divided))
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(

@@ -82,3 +82,33 @@ def compilation_error() -> type[Exception]:
     import torch._dynamo.exc
 
     return torch._dynamo.exc.TorchDynamoException
+
+
+def module_hooks(module: torch.nn.Module, backward: bool = False) -> list[Callable[..., Any]]:
+    """Return the hooks on a module's forward, or on its backward."""
+    names = ("_backward_hooks", "_backward_pre_hooks") if backward else ("_forward_hooks", "_forward_pre_hooks")
+    return [hook for name in names for hook in getattr(module, name).values()]
+
+
+def global_hooks(backward: bool = False) -> list[Callable[..., Any]]:
+    """Return the hooks on the forward of all modules, or on their backward."""
+    kinds = ("backward_hooks", "backward_pre_hooks") if backward else ("forward_hooks", "forward_pre_hooks")
+    return [hook for kind in kinds for hook in getattr(torch.nn.modules.module, f"_global_{kind}").values()]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks on a tensor's gradient, and those that are called when that was accumulated."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list((tensor._backward_hooks or {}).values()), list((after or {}).values())
+
+
+def hook_numbers(model: torch.nn.Module) -> tuple[int, ...]:
+    """Return the numbers of all hooks on a model's modules: they change when a hook comes or goes."""
+    numbers: list[int] = []
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                numbers += hooks
+            for others in (module._backward_hooks, module._backward_pre_hooks):
+                numbers += others
+    return tuple(numbers)

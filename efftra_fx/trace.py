@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from efftra_fx import private
 from efftra_fx.capture_align import align, keep_places
 from efftra_fx.capture_guards import Answers, Asked, AsksValuesError, Guards, no_questions, split_guards
 from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
@@ -197,9 +198,10 @@ def capture(
 
 
 def flags_of(model: nn.Module) -> tuple[Any, ...]:
-    """Return how a model is switched: which modules train, which parameters want gradients, and autocast around it."""
+    """Return how a model is switched: which modules train, which parameters want gradients, autocast, and hooks."""
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()), *casts)
+    switches = (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()))
+    return (*switches, *casts, *private.hook_numbers(model))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
 from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.trace import Captured, LossFn, loss_of
 
@@ -125,7 +126,8 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     gradients, buffers and the state of random numbers as they were.
     """
     eager = _eager(model, captured, inputs, loss_fn)
-    loss, gradients, written = eager.step()
+    with tensor_hooks_refused():
+        loss, gradients, written = eager.step()
     with torch.enable_grad():
         results = eager.graph()
         found = _gradients(results[0], eager.parameters)
