@@ -107,7 +107,11 @@ def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, fraction: float) ->
     return result * fraction
 
 
+# What draws random numbers, and must draw them even where nobody needs them: those behind would be others.
+DRAWING_PARTS = frozenset({attention_part, dropout_part, native_dropout_part})
+
 __all__ = [
+    "DRAWING_PARTS",
     "attention_part",
     "cross_entropy_part",
     "dropout_part",

@@ -19,6 +19,7 @@ from .shard_axes import operands
 from .shard_candidates import Candidates, Place, is_item, place_of
 from .shard_choice import Choice
 from .shard_cuts import WHOLE, Placement
+from .shard_parts import DRAWING_PARTS
 from .shard_rules import localise
 
 
@@ -55,7 +56,7 @@ class _Writer:
                 elif is_item(node) and place_of(node)[0] in self.choice.strategies:
                     PLACED[self.copies[node]] = str(self.native(place_of(node)))
         result = fx.GraphModule(self.gm, self.graph)
-        result.graph.eliminate_dead_code()
+        result.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in DRAWING_PARTS)
         if CONSTANTS.on(self.gm):
             CONSTANTS[result] = CONSTANTS[self.gm]
         return result

@@ -139,17 +139,22 @@ def _describe(node: fx.Node) -> str:
 
 
 def _schedule(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """Return the calls in order, and for each exchange the position in that order before which it is waited for."""
+    """Return the calls in order, and for each exchange the position in that order before which it is waited for.
+
+    Calls that draw random numbers keep their order: so they draw what they would draw on one device.
+    """
     rest = [n for n in gm.graph.nodes if n.op in ("call_function", "get_attr")]
     order: list[fx.Node] = []
     waits: dict[fx.Node, int] = {}
     pending: list[fx.Node] = []
     done = {n for n in gm.graph.nodes if n.op == "placeholder"}
     while rest:
-        held = []
+        held: list[fx.Node] = []
+        drawing = True  # whether no call that draws is held up
         for node in rest:
-            if any(n not in done for n in node.all_input_nodes):
+            if any(n not in done for n in node.all_input_nodes) or (draws(node) and not drawing):
                 held.append(node)
+                drawing = drawing and not draws(node)
                 continue
             order.append(node)
             if _exchange(node) is not None:
@@ -164,6 +169,11 @@ def _schedule(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, int]]:
     for node in pending:
         waits[node] = len(order)
     return order, waits
+
+
+def draws(node: fx.Node) -> bool:
+    """Say whether a call draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _cut(

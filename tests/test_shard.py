@@ -213,7 +213,7 @@ def draw_graph(rng: random.Random) -> tuple[Maker, fx.GraphModule]:
         x = rng.choice(values[-3:])
         width = int(x.meta["val"].shape[-1])
         like = [v for v in values if v.meta["val"].shape == x.meta["val"].shape]
-        match rng.randrange(8):
+        match rng.randrange(12):
             case 0 | 1:
                 out = rng.choice((5, 6, 8))
                 weight, bias = torch.randn(out, width, dtype=torch.float64), torch.randn(out, dtype=torch.float64)
@@ -233,6 +233,22 @@ def draw_graph(rng: random.Random) -> tuple[Maker, fx.GraphModule]:
                 mixed = maker.call(aten.scaled_dot_product_attention.default, turned, turned, turned)
                 back = maker.call(aten.transpose.int, mixed, 1, 2)
                 made = maker.call(aten.reshape.default, back, [-1, 2, width])
+            case 7 if width % 2 == 0:
+                heads = maker.call(aten.transpose.int, maker.call(aten.view.default, x, [-1, 2, width // 2, 2]), 1, 2)
+                mixed = maker.call(aten.scaled_dot_product_attention.default, heads, heads, heads, None, 0.5)
+                back = maker.call(aten.transpose.int, mixed, 1, 2)
+                made = maker.call(aten.reshape.default, back, [-1, 2, width])
+            case 8:
+                start = rng.randrange(width // 2)
+                made = maker.call(aten.slice.Tensor, x, 2, start, start + width // 2)
+            case 9:
+                where = maker.input(torch.randint(width, (width,)))
+                made = maker.call(aten.index.Tensor, x, [None, None, where])
+            case 10:
+                made = maker.call(aten.cumsum.default, x, 1)
+            case 11:
+                matrix = maker.parameter(torch.randn(width, 6, dtype=torch.float64))
+                made = maker.call(aten.einsum.default, "...d,df->...f", [x, matrix])
             case _ if width % 2 == 0:
                 halves = maker.call(aten.split.Tensor, x, width // 2, 2)
                 made = maker.call(aten.mul.Tensor, maker.item(halves, 0), maker.item(halves, 1))

@@ -490,3 +490,15 @@ def test_a_dropout_that_is_cut_draws_the_mask_of_the_whole() -> None:
     hold_against_one_device(
         maker, gm, found, replace(whole_choice(found), strategies={**whole_choice(found).strategies, **ways})
     )
+
+
+def test_a_dropout_that_nobody_reads_still_draws() -> None:
+    maker = Maker()
+    value = maker.value(tensor(3, 6), 0)
+    unread = maker.call(aten.dropout.default, value, 0.5, True)
+    gm = maker.finish(maker.call(aten.dropout.default, value, 0.5, True))
+    found, halves = find_candidates(gm, 2), Cut.even(6, 2)
+    assert halves is not None
+    way = complete(unread, False, 0, 1, halves, lambda *_: None)
+    assert way is not None
+    hold_against_one_device(maker, gm, found, Choice({**whole_choice(found).strategies, unread: way}, 0.0))

@@ -66,3 +66,20 @@ def test_ranks_that_meet_in_different_sums_are_caught() -> None:
 
     with pytest.raises(AssertionError, match="different orders"):
         run_together([pieces()([torch.ones(2)]), other()])  # type: ignore[list-item]
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_graph() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(TENSOR_SUM, (x,))
+    first = graph.call_function(aten.bernoulli.p, (total, 0.5))  # waits for the sum
+    second = graph.call_function(aten.bernoulli.p, (x, 0.5))
+    graph.output((first, second))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(100, device="meta")
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    torch.manual_seed(0)
+    expected = [aten.bernoulli.p(torch.zeros(100), 0.5) for _ in range(2)]
+    torch.manual_seed(0)
+    (found,) = run_together([Segments("draws", gm, (1,), (2,), (False,))([torch.zeros(100)])])
+    assert all(torch.equal(mine, one) for mine, one in zip(found, expected, strict=True))
