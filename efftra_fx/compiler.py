@@ -355,9 +355,13 @@ def _buffer_notes(gm: fx.GraphModule, counters: frozenset[str], norms: Sequence[
 
 
 def _pairwise(gm: fx.GraphModule) -> str | None:
+    """Return a module that takes statistics of one value a row and channel, such as of rows alone or pooled images."""
     for node in gm.graph.nodes:
-        if is_batch_statistics(node) and isinstance(node.args[0], fx.Node) and node.args[0].meta["val"].ndim == 2:
-            return PATH.get(node) or node.name
+        if is_batch_statistics(node) and isinstance(node.args[0], fx.Node) and BATCH[node.args[0]].kind == "rows":
+            split, shape = BATCH[node.args[0]], node.args[0].meta["val"].shape
+            each = [split.per_row if d == split.dim else size for d, size in enumerate(shape) if d != 1]
+            if all(size == 1 for size in each):
+                return PATH.get(node) or node.name
     return None
 
 
