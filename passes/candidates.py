@@ -93,7 +93,7 @@ class Search:
     request: Request
     table: Table
     started: float = field(default_factory=time.perf_counter)
-    pricers: dict[tuple[str, tuple[tuple[int, ...], ...], int], Pricer] = field(default_factory=dict)
+    pricers: dict[tuple[str, tuple[tuple[int, ...], ...], int, bool], Pricer] = field(default_factory=dict)
     best: dict[tuple[object, ...], Found] = field(default_factory=dict)  # by layout, setting and number of stages
     least_s: float = float("inf")
     floor_s: float = 0.0  # no plan is faster
@@ -105,9 +105,9 @@ class Search:
 
     def pricer(self, layout: Layout, micro_batches: int) -> Pricer:
         """Prices under a layout for a number of micro-batches, kept for the next time."""
-        key = (layout.label, layout.order, micro_batches)
+        key = (layout.label, layout.order, micro_batches, self.exact)
         if key not in self.pricers:
-            self.pricers[key] = Pricer(self.table, layout, self.request.rows, micro_batches)
+            self.pricers[key] = Pricer(self.table, layout, self.request.rows, micro_batches, self.exact)
         return self.pricers[key]
 
     def enough(self) -> bool:

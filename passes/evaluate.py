@@ -324,19 +324,33 @@ def transfer_seconds(
     """Seconds until the busiest port has carried one micro-batch from one stage to another."""
     if row_bytes <= 0 and whole_bytes <= 0:
         return 0.0
-    ports: dict[tuple[str, int], float] = {}
+    loads, latency = port_loads(sender.devices, sender.tensor, receiver.devices, receiver.tensor, cluster, rows, whole)
+    return latency + max((part * row_bytes + messages * whole_bytes) / rate for part, messages, rate in loads)
+
+
+def port_loads(
+    senders: tuple[int, ...],
+    sender_width: int,
+    receivers: tuple[int, ...],
+    receiver_width: int,
+    cluster: Cluster,
+    rows: float,
+    whole: bool,
+) -> tuple[list[tuple[float, int, float]], float]:
+    """Rows, messages and bytes a second of each port between two stages, for one micro-batch; the longest latency."""
+    ports: dict[tuple[str, int], tuple[float, int]] = {}
     latency = 0.0
-    for source, target, common in row_overlaps(sender.replicas, receiver.replicas, rows, whole):
-        size = common * row_bytes + whole_bytes
-        for shard in range(receiver.tensor):
-            a = sender.devices[source * sender.tensor + shard % sender.tensor]
-            b = receiver.devices[target * receiver.tensor + shard]
-            link = cluster.link(a, b)
-            latency = max(latency, link.latency_s)
+    for source, target, common in row_overlaps(
+        len(senders) // sender_width, len(receivers) // receiver_width, rows, whole
+    ):
+        for shard in range(receiver_width):
+            a = senders[source * sender_width + shard % sender_width]
+            b = receivers[target * receiver_width + shard]
+            latency = max(latency, cluster.link(a, b).latency_s)
             for port in port_pairs(a, b, cluster):
-                ports[port] = ports.get(port, 0.0) + size
-    rates = {port: port_rate(port, cluster) for port in ports}
-    return latency + max(size / rates[port] for port, size in ports.items())
+                part, messages = ports.get(port, (0.0, 0))
+                ports[port] = part + common, messages + 1
+    return [(part, messages, port_rate(port, cluster)) for port, (part, messages) in ports.items()], latency
 
 
 def port_pairs(a: int, b: int, cluster: Cluster) -> list[tuple[str, int]]:

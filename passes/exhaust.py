@@ -29,6 +29,9 @@ def plans_to_try(search: Search, settings: list[Setting]) -> float:
     devices, blocks, ways = len(search.cluster.devices), search.table.blocks, len(search.table.ways)
     if devices > 6 or blocks > 12:
         return math.inf
+    inside = {search.cluster.links.intra[device.machine] for device in search.cluster.devices}
+    if len(inside) > 1 and max(search.table.widths) > 1:  # collectives of groups on unlike links are estimated
+        return math.inf
     micro = len({setting.micro_batches for setting in settings})
     total = 0
     for used in range(1, devices + 1):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from .evaluate import row_overlaps, share
+from .evaluate import port_loads, row_overlaps, share
 from .table import Floats, Ints, Layout, RangeMax, Table
 
 FEW_RUNS = 64  # up to so many runs of blocks are looked through one by one
@@ -70,14 +70,15 @@ class Prices:
 class Pricer:
     """Prices batches under one layout for one micro-batch size."""
 
-    def __init__(self, table: Table, layout: Layout, rows: int, micro_batches: int) -> None:
-        self.table, self.layout = table, layout
+    def __init__(self, table: Table, layout: Layout, rows: int, micro_batches: int, exact: bool = False) -> None:
+        self.table, self.layout, self.exact = table, layout, exact
+        self.pairs: dict[tuple[int, ...], tuple[list[tuple[float, int, float]], float]] = {}
         self.whole = table.rules.whole_rows
         self.micro_batches = micro_batches
         self.micro_rows = share(rows, micro_batches, self.whole)
         self.loads: dict[int, float] = {}
         self.breaks: dict[int, Ints] = {}
-        self.tails: dict[tuple[int, int, float, float], RangeMax] = {}
+        self.tails: dict[tuple[int, int, float, float, float], RangeMax] = {}
 
     def part_rows(self, replicas: Ints) -> Floats:
         """Rows of the largest part of a micro-batch."""
@@ -202,7 +203,7 @@ class Pricer:
         safe_first, safe_stop = np.minimum(first, layout.size - 1), np.maximum(stop, 1)
         port = layout.slowest_port.of(safe_first, np.maximum(safe_stop, safe_first + 1))
         second: Floats = np.where(spans, layout.nic_s, port)
-        return second, np.where(spans, layout.inter_latency_s, layout.intra_latency_s)
+        return second, np.where(spans, layout.inter_latency_s, layout.latency_s[safe_first])
 
     def broken(self, width: int) -> Ints:
         """For each position how many of the groups of that width, laid from there to the end, leave a machine."""
@@ -242,36 +243,49 @@ class Pricer:
         reducing = takes > 0
         if not self.table.rules.overlap or not reducing.any():
             return takes, takes
-        seconds = np.unique(second[reducing])
-        kind = (ways * len(self.table.classes) + slowest)[reducing] * len(seconds)
-        kind = (kind + np.searchsorted(seconds, second[reducing])) * (int(replicas.max()) + 1) + replicas[reducing]
+        inside = self.ring(first, stop, np.zeros(spans.shape, dtype=bool))[0]  # what tensor collectives go through
+        kind = (ways * len(self.table.classes) + slowest)[reducing]
+        for one in (second, inside):
+            seconds = np.unique(one[reducing])
+            kind = kind * len(seconds) + np.searchsorted(seconds, one[reducing])
+        kind = kind * (int(replicas.max()) + 1) + replicas[reducing]
         order = np.argsort(kind, kind="stable")
         edges = np.nonzero(np.diff(kind[order], prepend=-1, append=-1))[0].tolist()
         i, j, w, c = low[reducing], high[reducing], ways[reducing], slowest[reducing]
-        speeds, parts = rate[reducing], rows[reducing]
+        speeds, parts, port = rate[reducing], rows[reducing], inside[reducing]
         left = np.zeros(len(kind))
         for begin, end in itertools.pairwise(edges):  # all runs of one way and class, on as many replicas
             hit, one = order[begin:end], order[begin]
             way, slow, speed, part, start = int(w[one]), int(c[one]), float(speeds[one]), float(parts[one]), i[hit]
-            behind = self.table.backward_fixed[way, slow] + part * self.table.backward_row[way, slow]
-            done = self.tail(way, slow, speed, part, start, j[hit])
+            behind = self.behind(way, slow, part, float(port[one]))
+            done = self.tail(way, slow, speed, part, float(port[one]), start, j[hit])
             left[hit] = done - speed * self.table.gradients[way, slow, start] + behind[start]
         extra = np.zeros(low.shape)
         extra[reducing] = np.maximum(left + late[reducing], 0.0)
         return takes, extra
 
-    def tail(self, w: int, c: int, rate: float, rows: float, first: Ints, stop: Ints) -> Floats:
+    def behind(self, w: int, c: int, rows: float, port: float) -> Floats:
+        """Backward seconds of the first 0, 1, 2, … blocks, tensor collectives included."""
+        table, width = self.table, int(self.table.widths[w])
+        seconds: Floats = table.backward_fixed[w, c] + rows * table.backward_row[w, c]
+        if width > 1:
+            around = 2.0 * (width - 1)
+            seconds = seconds + around / width * rows * port * table.reduce_bytes[w, c]
+            seconds = seconds + around * self.layout.intra_latency_s * table.reduces[w, c]
+        return seconds
+
+    def tail(self, w: int, c: int, rate: float, rows: float, port: float, first: Ints, stop: Ints) -> Floats:
         """Over the blocks k of each run: the most of (reduced up to and with k) less (backward before k), seconds.
 
         Blocks are reduced from the last to the first, each once its own backward is done.
         The all-reduce of blocks [i, j) ends max over k of (what is left of the backward
         after block k, negative) + (reduce of blocks i to k) after the last backward.
         """
-        key, table, blocks = (w, c, rate, rows), self.table, np.arange(self.table.blocks)
+        key, table = (w, c, rate, rows, port), self.table
         if key in self.tails:
             return self.tails[key].of(first, stop)
-        behind = table.backward_fixed[w, c] + rows * table.backward_row[w, c]
-        done = np.where(table.block_gradients[w, c] > 0, rate * table.gradients[w, c, 1:] - behind[blocks], -np.inf)
+        behind = self.behind(w, c, rows, port)[:-1]
+        done = np.where(table.block_gradients[w, c] > 0, rate * table.gradients[w, c, 1:] - behind, -np.inf)
         if len(first) <= FEW_RUNS:
             pairs = np.stack([first, stop], axis=1).reshape(-1)
             longest: Floats = np.maximum.reduceat(np.append(done, -np.inf), pairs)[::2]
@@ -288,14 +302,17 @@ class Pricer:
         real = (batch.counts[:, :-1] > 0) & (batch.counts[:, 1:] > 0)
         if table.near is None:
             there_bytes, back_bytes = table.cut_bytes[b], table.back_bytes[b]
+            whole, whole_back = table.cut_whole[b], table.back_whole[b]
         else:
-            there_bytes, back_bytes = table.near[0][a, b, c], table.near[1][a, b, c]
-        whole, whole_back = table.cut_whole[b], table.back_whole[b]
+            there_bytes, back_bytes, whole, whole_back = (one[a, b, c] for one in table.near)
         seconds, late, pairs = self.boundary(batch.counts[:, :-1], batch.counts[:, 1:], stop[:, :-1], width)
         moved = there_bytes * self.micro_rows
         moved_back = back_bytes * self.micro_rows
         there = np.where(real & (moved + whole > 0), seconds * (moved + pairs * whole) + late, 0.0)
         back = np.where(real & (moved_back + whole_back > 0), seconds * (moved_back + pairs * whole_back) + late, 0.0)
+        if self.exact:
+            there = self.exactly(first, stop, width, there_bytes, whole, real, forth=True)
+            back = self.exactly(first, stop, width, back_bytes, whole_back, real, forth=False)
         low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
         if table.buffers is None:
             coming = table.cut_bytes[low] * rows + table.cut_whole[low]
@@ -303,6 +320,29 @@ class Pricer:
         else:
             coming, going = (row[low, high] * rows + fixed[low, high] for row, fixed in table.buffers)
         return there, back, coming, going
+
+    def exactly(
+        self, first: Ints, stop: Ints, width: Ints, row: Floats, fixed: Floats, real: NDArray[np.bool_], forth: bool
+    ) -> Floats:
+        """Boundary seconds as `evaluate` has them, port by port; each pair of stages is worked out once."""
+        found = np.zeros(row.shape)
+        which = np.nonzero(real & (row + fixed > 0))
+        ends = [one[which] for one in (first[:, :-1], stop[:, :-1], stop[:, 1:], width[:, :-1], width[:, 1:])]
+        pairs, members = np.unique(np.stack(ends, axis=1), axis=0, return_inverse=True)
+        for index, pair in enumerate(pairs.tolist()):
+            key = (*pair, forth)
+            if key not in self.pairs:
+                begin, middle, end, left_width, right_width = pair
+                order = self.layout.order[0]
+                left, right = (order[begin:middle], left_width), (order[middle:end], right_width)
+                senders, receivers = (left, right) if forth else (right, left)
+                self.pairs[key] = port_loads(*senders, *receivers, self.table.cluster, self.micro_rows, self.whole)
+            loads, latency = self.pairs[key]
+            hit = members.reshape(-1) == index
+            at = which[0][hit], which[1][hit]
+            takes = [(rows * row[at] + messages * fixed[at]) / rate for rows, messages, rate in loads]
+            found[at] = latency + np.max(takes, axis=0)
+        return found
 
     def boundary(self, left: Ints, right: Ints, at: Ints, width: Ints) -> tuple[Floats, Floats, Floats]:
         """For one byte of a whole micro-batch: seconds at the busiest port; latency; peers of a busy replica."""

@@ -130,8 +130,10 @@ class Table:
         return rows, whole
 
     @cached_property
-    def near(self) -> tuple[Floats, Floats] | None:
-        """Bytes a row from stage [a, b) to stage [b, c) and back, shape (n + 1,) * 3, where skips go straight.
+    def near(self) -> tuple[Floats, Floats, Floats, Floats] | None:
+        """Bytes from stage [a, b) to stage [b, c) and back, shape (n + 1,) * 3, where skips go straight.
+
+        Two arrays a row and two whatever the rows.
 
         `None` when there are no skips, when they are forwarded, and for chains so long
         that the table is too large: what passes the cut is then taken, never less.
@@ -140,14 +142,16 @@ class Table:
         if self.rules.forwarded_skips or not skips or self.blocks > 24:
             return None
         size = self.blocks + 1
-        there, back = np.zeros((size,) * 3), np.zeros((size,) * 3)
+        there, back, whole, whole_back = (np.zeros((size,) * 3) for _ in range(4))
         for crossing in self.chain.crossings:
             for b in range(crossing.producer_block + 1, max(crossing.consumer_blocks) + 1):
                 reached = min(block for block in crossing.consumer_blocks if block >= b)
                 part = (slice(0, crossing.producer_block + 1), b, slice(reached + 1, size))
                 there[part] += crossing.bytes_per_row
+                whole[part] += crossing.whole_bytes
                 back[part] += crossing.bytes_per_row if crossing.gradient else 0.0
-        return there, back
+                whole_back[part] += crossing.whole_bytes if crossing.gradient else 0.0
+        return there, back, whole, whole_back
 
     @cached_property
     def buffers(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]] | None:
@@ -192,7 +196,8 @@ class Layout:
         intra = [cluster.links.intra[device.machine] for device in devices]
         self.port_s = np.array([0.0 if link is None else 1.0 / link.bandwidth_bytes_per_s for link in intra])
         self.slowest_port = RangeMax(self.port_s)
-        self.intra_latency_s = max((link.latency_s for link in intra if link is not None), default=0.0)
+        self.latency_s = np.array([0.0 if link is None else link.latency_s for link in intra])
+        self.intra_latency_s = float(self.latency_s.max())
         inter = cluster.links.inter
         self.nic_s = 0.0 if inter is None else 1.0 / inter.bandwidth_bytes_per_s
         self.inter_latency_s = 0.0 if inter is None else inter.latency_s

@@ -42,6 +42,22 @@ def chains(draw: st.DrawFn, most: int = 7, skips: bool = True, recompute: bool =
 
 
 @st.composite
+def wide_chains(draw: st.DrawFn, most: int = 4) -> Chain:
+    """Chains whose blocks may be two ranks wide, and whose values have parts of fixed size."""
+    chain = draw(chains(most))
+    blocks = []
+    for block in chain.blocks:
+        half, sums = block.gradient_bytes / 2, draw(st.integers(0, 2))
+        wide = replace(
+            block.base, forward=draw(timings()), backward=draw(timings()), parameter_bytes=block.parameter_bytes / 2,
+            gradient_bytes=half, tensor=2, reduces=sums, reduce_bytes=draw(BYTES) / 100 * (sums > 0),
+        )  # fmt: skip
+        blocks.append(replace(block, options=(wide,)))
+    crossings = tuple(replace(one, whole_bytes=draw(BYTES) / 10) for one in chain.crossings)
+    return replace(chain, blocks=tuple(blocks), crossings=crossings)
+
+
+@st.composite
 def clusters(draw: st.DrawFn, most: int = 5, kinds: int = 2, limits: bool = True) -> Cluster:
     """Up to `most` devices on one or two machines, of one or two kinds, in any order."""
     machines = sorted(draw(st.lists(st.integers(0, 1), min_size=1, max_size=most)))

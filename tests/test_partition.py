@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +14,15 @@ import plan_oracle as oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies_plans import chains, clusters
+from strategies_plans import chains, clusters, wide_chains
 
 from efftra_fx.cluster import Cluster, Device, Link, Links
 from efftra_fx.cost import Chain, Crossing, NodeCost, Timing
 from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.passes import partition as planner
+from efftra_fx.passes.evaluate import evaluate
 from efftra_fx.passes.partition import partition
+from efftra_fx.passes.rules import Rules
 from efftra_fx.plan import Plan
 
 OPTIMIZER = 2.0
@@ -72,6 +76,33 @@ def test_the_plan_is_the_best_of_all_plans(
 @given(chains(most=3, recompute=True), clusters(most=2), st.integers(1, 2), st.booleans())
 def test_recompute_is_chosen_where_it_is_best(chain: Chain, cluster: Cluster, rows: int, overlap: bool) -> None:
     check_against_all(chain, cluster, rows, overlap, whole=True, forwarded=False)
+
+
+def with_widths(plan: Plan, cluster: Cluster) -> Iterator[Plan]:
+    """The plan with each stage one or two ranks wide, where its devices make pairs inside machines."""
+    ways = []
+    for stage in plan.stages:
+        machines = [cluster.devices[device].machine for device in stage.devices]
+        pairs = len(machines) % 2 == 0 and machines[::2] == machines[1::2]
+        ways.append((stage, replace(stage, tensor=2)) if pairs else (stage,))
+    for stages in itertools.product(*ways):
+        yield replace(plan, stages=stages)
+
+
+@settings(max_examples=25)
+@given(wide_chains(most=3), clusters(most=4, kinds=1, limits=False), st.integers(1, 2), st.booleans(), st.booleans())
+def test_the_plan_is_the_best_of_all_widths_and_whole_values_too(
+    chain: Chain, cluster: Cluster, rows: int, overlap: bool, forwarded: bool
+) -> None:
+    rules = Rules(overlap=overlap, forwarded_skips=forwarded)
+    best = min(
+        evaluate(plan, chain, cluster, rows, rules).step_s
+        for narrow in oracle.every_plan(len(chain.blocks), cluster, rows)
+        for plan in with_widths(narrow, cluster)
+    )
+    planned = partition(chain, cluster, rows, overlap=overlap, forwarded_skips=forwarded)
+    assert planned.proven
+    assert planned.step_s == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.long
