@@ -32,7 +32,7 @@ from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kep
 from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
-from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.places import is_user_file, line_of_error, modules_of_error
 from efftra_fx.signature import Call, distinct
@@ -94,10 +94,10 @@ class _Step(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> Any:
         if self.answers is None:
-            with no_questions():
+            with no_questions(), assignments_written_back():
                 return self.result(tensors)
         guards: list[Asked] = []
-        with self.answers.replaying(guards):
+        with self.answers.replaying(guards), assignments_written_back():
             result = self.result(tensors)
         self.note_guards(guards)
         return (*(result if isinstance(result, tuple) else (result,)), *(one.value for one in guards))

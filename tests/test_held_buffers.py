@@ -1,0 +1,132 @@
+"""Buffers that forward writes: once a step as one device would, or as announced, however they are written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import compiled
+from habits import Habit, Net, classes, cross_entropy, features
+from rig import lay_out
+from torch import Tensor, nn
+
+from efftra_fx import CompiledModel
+from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.program import micro_batch_rows, replica_rows
+
+PLANS = (((1,), 1), ((2, 1), 1), ((1,), 3), ((2, 1), 3), ((1, 2), 2))
+Write = Callable[[Any, Tensor], Tensor]
+
+
+def made(write: Write, **buffers: Tensor) -> Habit:
+    torch.manual_seed(3)
+    model = Net(write)
+    for name, value in buffers.items():
+        model.register_buffer(name, value.clone())
+    return Habit(model.double(), (features(),), classes(), cross_entropy)
+
+
+def trained(program: CompiledModel, habit: Habit, plan: Any, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state after two steps as planned."""
+    planned = program.with_plan(plan)
+    planned.load_state_dict(start)
+    for _ in range(2):
+        planned.step(*habit.args, target=habit.target)
+    return planned.state_dict()
+
+
+def _add(m: Any, h: Tensor) -> Tensor:
+    m.n += 1
+    m.power.mul_(2)
+    out: Tensor = h * (1 + 0.1 * m.n)
+    return out
+
+
+def _assign(m: Any, h: Tensor) -> Tensor:
+    before = m.n
+    m.n = m.n + 1
+    m.n = m.n * 2
+    m.power = m.power * 2
+    out: Tensor = h * (1 + 0.1 * m.n + 0.01 * before)
+    return out
+
+
+def _norms(m: Any, h: Tensor) -> Tensor:
+    m.n += 1
+    m.power.copy_(m.b.weight.detach().norm())
+    return h
+
+
+@pytest.mark.parametrize("write", [_add, _assign, _norms])
+def test_what_does_not_depend_on_the_batch_is_written_once_a_step(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    habit = made(write, n=torch.zeros((), dtype=torch.long), power=torch.ones(()))
+    twin, start = copy.deepcopy(habit.model), copy.deepcopy(habit.model.state_dict())
+    for _ in range(2):
+        twin(*habit.args)
+    program = compiled(habit)
+    assert "buffers" not in capsys.readouterr().err
+    for name, value in habit.model.named_buffers():
+        assert torch.equal(value, start[name])  # compiling leaves them alone
+    for shape, micro_batches in PLANS:
+        state = trained(program, habit, lay_out(program.plan.blocks, shape, micro_batches), start)
+        for name, value in twin.named_buffers():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=0)
+
+
+def _mean(m: Any, h: Tensor) -> Tensor:
+    m.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return h
+
+
+def _assigned_mean(m: Any, h: Tensor) -> Tensor:
+    before = m.seen
+    m.seen = 0.9 * m.seen + 0.1 * h.detach().mean(0)
+    out: Tensor = h + 0 * before
+    return out
+
+
+def _queue(m: Any, h: Tensor) -> Tensor:
+    m.seen.copy_(torch.maximum(m.seen, h.detach().amax(0)))
+    return h
+
+
+@pytest.mark.parametrize("write", [_mean, _assigned_mean, _queue])
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 3), (2, 2)])
+def test_what_depends_on_the_batch_is_that_of_one_device_running_the_parts_in_order(
+    write: Write, replicas: int, micro_batches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    habit = made(write, seen=torch.zeros(6))
+    start, (x,) = copy.deepcopy(habit.model.state_dict()), habit.args
+    program = compiled(habit)
+    assert "buffers seen are written by each part of the batch in order" in capsys.readouterr().err
+    state = trained(program, habit, lay_out(program.plan.blocks, (replicas,), micro_batches), start)
+    twin = copy.deepcopy(habit.model)
+    twin.load_state_dict(start)
+    seen = twin.get_buffer("seen")
+    for _ in range(2):
+        runs = []
+        for replica in range(replicas):
+            alone = copy.deepcopy(twin)
+            alone.get_buffer("seen").copy_(seen)
+            for low, high in micro_batch_rows(len(x), micro_batches):
+                alone(x[slice(*replica_rows(low, high, replica, replicas))])
+            runs.append(alone.get_buffer("seen"))
+        seen = torch.stack(runs).mean(0)
+    torch.testing.assert_close(state["seen"], seen, rtol=1e-11, atol=1e-14)
+
+
+def test_tensors_and_values_are_put_back() -> None:
+    inner = nn.BatchNorm1d(3)
+    model = nn.Sequential(inner, nn.ModuleList([inner]))
+    held, mean, value = HeldBuffers(model), inner.running_mean, torch.tensor([1.0, 2.0, 3.0])
+    assert mean is not None
+    mean.add_(1)
+    inner.running_mean = value
+    inner.num_batches_tracked = None
+    held.restore()
+    assert inner.running_mean is mean and not mean.any() and inner.num_batches_tracked is not None
