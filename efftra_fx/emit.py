@@ -56,9 +56,10 @@ def emit(
     alone if the graph returns one bare value); with it, one list a group, of that many outputs
     each (the only group comes bare).
 
-    With `into` the function takes one more argument, a sequence of tensors, one for each of the
+    With `into` the function takes one more argument, tensors by position, one for each of the
     outputs that `into` lists by index: these outputs are added into them, or overwrite
-    them with `overwrite`, and are returned as those very tensors. A matrix product is added
+    them with `overwrite`, and are returned as those very tensors. Each is asked for no sooner than
+    something is written there. A matrix product is added
     by the product itself, without a tensor of its own. With `tells` one more argument follows, a
     function that is told the position of each of these tensors as soon as it is complete.
 
@@ -112,8 +113,6 @@ class _Writer:
         arguments += [buffers] if self.adds else []
         arguments += [tell] if self.tells else []
         body = [] if takes is None else _unpack(inputs, takes, names, consumes)
-        if self.adds:
-            body.append(f"[{', '.join(self.sums.buffers)}] = {buffers}")
         last = _last_uses(nodes, self.sums)
         module = ""
         for node in nodes:
@@ -123,6 +122,7 @@ class _Writer:
             if (here := _module_of(node)) and here != module and node.op == "call_function":
                 module = here
                 body.append(f"# {module}")
+            body += [f"{self.sums.buffers[index]} = {buffers}[{index}]" for index in self.sums.starts.get(node, ())]
             body += [*self.statement(node), *_delete(last.get(node, []))]
             if self.tells:
                 body += [f"{tell}({index})" for index in self.sums.finals.get(node, ())]
@@ -165,15 +165,21 @@ class _Writer:
 
     def call(self, node: fx.Node) -> str:
         """Return the expression that calls a node's function."""
-        if (over := self.reuse.get(node)) is not None:
+        spelling = Spelling(cast(Callable[..., Any], node.target))
+        kwargs = dict(node.kwargs)
+        over = self.reuse.get(node)
+        if over is not None and over.overload is not None:
+            kwargs[over.out] = node.args[over.operand]
+            spelling = _spell(over.overload, node.args, kwargs)
+        elif over is not None:
             first, *rest = (self.text(node.args[index]) for index in _first(over.operand, len(node.args)))
             rest += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
             return f"{first}.{over.method}({', '.join(rest)})"
-        spelling = Spelling(cast(Callable[..., Any], node.target))
-        if isinstance(node.target, torch._ops.OpOverload):
-            spelling = Spelling(private.boxed(node.target)) if self.boxed else _spell(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            boxed = Spelling(private.boxed(node.target))
+            spelling = boxed if self.boxed else _spell(node.target, node.args, kwargs)
         texts = [self.text(value) for value in spelling.positional(node.args)]
-        texts += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
+        texts += [f"{key}={self.text(value)}" for key, value in kwargs.items()]
         if spelling.function is None:
             return f"{texts[0]}.{spelling.method}({', '.join(texts[1:])})"
         return f"{self.constant(spelling.function, _function_name(node.target))}({', '.join(texts)})"
@@ -285,13 +291,13 @@ def _delete(values: Sequence[fx.Node]) -> list[str]:
     return [f"del {', '.join(value.name for value in values)}"] if values else []
 
 
-def _spell(node: fx.Node) -> Spelling:
-    """Return how to write a node's call; without the kinds of its arguments it is written boxed."""
-    overload = cast(torch._ops.OpOverload, node.target)
-    if any("val" not in value.meta for value in node.all_input_nodes):
+def _spell(overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> Spelling:
+    """Return how to write a call; without the kinds of its arguments it is written boxed."""
+    try:
+        plain, named = fx.map_arg((args, kwargs), lambda value: value.meta["val"])
+    except KeyError:
         return Spelling(private.boxed(overload))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
-    return spell(overload, args, kwargs)
+    return spell(overload, plain, named)
 
 
 def _module_of(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ from efftra_fx.passes.shard import Sharded, shard_stage
 from efftra_fx.passes.shard_code import MeetingForward
 from efftra_fx.passes.shard_cuts import WHOLE
 from efftra_fx.passes.split import StageGraph, split_stages, wire
-from efftra_fx.passes.stage_code import forward_code
+from efftra_fx.passes.stage_code import ForwardCode
 from efftra_fx.passes.tail import Tail, split_tail
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
@@ -49,7 +49,7 @@ class Evaluation:
     dims: tuple[int | None, ...]
     out_tree: Any
     guards: Guards | None
-    wide: tuple[tuple[MeetingForward, ...], ...]  # by stage: one code for each rank of a tensor group, else none
+    codes: tuple[tuple[ForwardCode | MeetingForward, ...], ...]  # by stage, one for each rank of a tensor group
     random: tuple[bool, ...]  # by stage: whether it draws random numbers
     alike: bool  # whether it reads the keys of random numbers that any plan draws
 
@@ -97,11 +97,12 @@ def compile_evaluation(
     assign_by_parameters(gm, owners, len(plan.stages))
     stages = split_stages(gm, len(plan.stages), allow_empty=True)
     wiring = wire(gm, stages, joined=False).forward_only()
-    wide = tuple(
-        () if one is None else _wide_forward(stage, one, device) for stage, one in zip(stages, sharded, strict=True)
+    codes: tuple[tuple[ForwardCode | MeetingForward, ...], ...] = tuple(
+        (ForwardCode(stage),) if one is None else _wide_forward(stage, one, device)
+        for stage, one in zip(stages, sharded, strict=True)
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, wide, random, alike)
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, codes, random, alike)
 
 
 def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[MeetingForward, ...]:
@@ -178,8 +179,7 @@ def run_evaluation(
         if program.stage is not None:
             graph = evaluation.stages[program.stage]
             own = tuple(b for b in bounds if b.name in graph.boundaries)
-            codes = evaluation.wide[program.stage]
-            code = codes[program.tensor] if codes else forward_code(graph)
+            code = evaluation.codes[program.stage][program.tensor]
             group = tensor_group(plan, transport.rank)
             draws = evaluation.random[program.stage]
             stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: code, draws, together=group)

@@ -23,10 +23,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class InPlace:
-    """Write over operand `operand` by the tensor method `method`."""
+    """Write over operand `operand`: by the tensor method `method`, or by handing the operand to `overload` as `out`."""
 
     operand: int
-    method: str
+    method: str = ""
+    overload: torch._ops.OpOverload | None = None
+    out: str = ""
 
 
 _METHODS: dict[Any, str] = {
@@ -41,6 +43,26 @@ _METHODS: dict[Any, str] = {
     aten.neg.default: "neg_",
     aten.masked_fill.Scalar: "masked_fill_",
 }
+# Elementwise operators that take their result's memory as an argument, and its name there.
+_INTO: dict[Any, tuple[torch._ops.OpOverload, str]] = {
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input, "grad_input"),
+    aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input"),
+    aten.softplus_backward.default: (aten.softplus_backward.grad_input, "grad_input"),
+    aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input"),
+    aten.hardsigmoid_backward.default: (aten.hardsigmoid_backward.grad_input, "grad_input"),
+    aten.hardswish_backward.default: (aten.hardswish_backward.out, "out"),
+    aten.native_dropout_backward.default: (aten.native_dropout_backward.out, "out"),
+}
+# Not elementwise, but on CPUs each row is written from itself alone, behind the sum over it.
+_INTO_ON_CPU: dict[Any, tuple[torch._ops.OpOverload, str]] = {
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+}
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 # Operators that certainly make memory of their own for each of their results. Any other may
@@ -48,6 +70,8 @@ _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 _MAKERS = frozenset(
     {
         *_METHODS,
+        *_INTO,
+        *_INTO_ON_CPU,
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -63,18 +87,13 @@ _MAKERS = frozenset(
         aten._native_batch_norm_legit_no_training.default,
         aten._native_batch_norm_legit_functional.default,
         aten.gelu.default,
-        aten.gelu_backward.default,
         aten.silu.default,
-        aten.silu_backward.default,
-        aten.tanh_backward.default,
-        aten.sigmoid_backward.default,
-        aten.threshold_backward.default,
         aten._softmax.default,
         aten._log_softmax.default,
-        aten._softmax_backward_data.default,
-        aten._log_softmax_backward_data.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_backward.default,
         aten.max_pool2d_with_indices.default,
         aten.max_pool2d_with_indices_backward.default,
         aten.embedding.default,
@@ -156,12 +175,20 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _choices(node: fx.Node) -> Iterator[tuple[fx.Node, InPlace]]:
+    into = _INTO.get(node.target) or (_INTO_ON_CPU.get(node.target) if _on_cpu(node) else None)
+    if into is not None and isinstance(operand := node.args[0], fx.Node):
+        yield operand, InPlace(0, "", *into)
     method = _METHODS.get(node.target)
     if method is None:
         return
     for index in (0, 1) if node.target in _COMMUTATIVE and not node.kwargs else (0,):
         if len(node.args) > index and isinstance(operand := node.args[index], fx.Node):
             yield operand, InPlace(index, method)
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

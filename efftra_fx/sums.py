@@ -41,7 +41,8 @@ class Sums:
 
     `results` names, by index of the output, the buffer that is returned for it; `inlined` nodes
     are computed by the statement that adds them; `added` nodes are added by name once they exist
-    (or copied, the first time, when overwriting); `dissolved` nodes need not be computed.
+    (or copied, the first time, when overwriting); `dissolved` nodes need not be computed. At the
+    `starts` buffers are first touched, at the `finals` they are complete.
     """
 
     buffers: list[str] = field(default_factory=list)
@@ -49,7 +50,8 @@ class Sums:
     inlined: dict[fx.Node, Statement] = field(default_factory=dict)
     added: dict[fx.Node, list[tuple[str, bool]]] = field(default_factory=dict)
     dissolved: set[fx.Node] = field(default_factory=set)
-    finals: dict[fx.Node, list[int]] = field(default_factory=dict)  # behind which node which buffers are complete
+    starts: dict[fx.Node, list[int]] = field(default_factory=dict)
+    finals: dict[fx.Node, list[int]] = field(default_factory=dict)
 
 
 def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
@@ -68,6 +70,7 @@ def find_sums(graph: fx.Graph, into: Sequence[int], overwrite: bool) -> Sums:
         sums.results[index] = buffer
         alone = len(node.users) == 1 and sum(value is node for value in results) == 1
         terms = sorted(_terms(node, alone, sums.dissolved), key=lambda term: order[term[0]])
+        sums.starts.setdefault(terms[0][0], []).append(len(sums.buffers) - 1)
         sums.finals.setdefault(terms[-1][0], []).append(len(sums.buffers) - 1)
         for position, (term, single) in enumerate(terms):
             first = overwrite and position == 0

@@ -40,7 +40,9 @@ from efftra_fx.program import (
 from .routes import Cell, Route, find_routes, lay_out_cells
 from .schedule import Times, Work, order_of_work
 
+# As in DistributedDataParallel (Li et al., VLDB 2020): the first sum starts soon, the others are worth their latency.
 BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
 
 
 def lower(
@@ -101,7 +103,8 @@ def plan_buckets(
 
     A parameter is reduced over its groups (see `reduce_groups`), once. What is
     complete first comes first: late stages before early ones, and within a stage
-    the parameters that the backward reaches first. Buckets hold one dtype.
+    the parameters that the backward reaches first. Buckets hold one dtype; the first of each kind is
+    small, because it is made while the backward still holds all that the forward kept.
     """
     groups: dict[tuple[tuple[int, ...], str, bool], list[Parameter]] = {}
     for parameter in reversed(wiring.parameters):
@@ -230,7 +233,8 @@ def _fill_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[tuple[
     names: tuple[str, ...] = ()
     filled = 0
     for parameter in parameters:
-        if names and filled + parameter.size_bytes > bucket_bytes:
+        limit = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        if names and filled + parameter.size_bytes > limit:
             buckets.append(names)
             names, filled = (), 0
         names += (parameter.name,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +82,7 @@ class TrainingCode:
         for index, product in enumerate(self.parts.products):
             place = self.places[product.weight]
             lefts, rights = [one[2 * index] for one in terms], [one[2 * index + 1] for one in terms]
-            held = sums.tensors[place]
+            held = sums.at(place)
             overwrite = held is not None and not sums.filled[place]
             sums.tensors[place] = product.join(lefts, rights, held, overwrite)
             sums.filled[place] = True
@@ -91,9 +91,9 @@ class TrainingCode:
         """Run a part whose outputs `group` are weight gradients, and see them added to the sums."""
         offset = sum(part.gives[:group])
         places = [self.places[index - offset] for index in part.weights]
-        held = [sums.tensors[place] for place in places]
+        held = sums.held(places)
         ready = [sums.filled[place] for place in places]
-        if places and all(tensor is not None for tensor in held) and (all(ready) or not any(ready)):
+        if places and held is not None and (all(ready) or not any(ready)):
             results = self._added(part, operands, held, ready[0], places, sums.complete)
         else:
             results = part.function(*operands)
@@ -110,7 +110,7 @@ class TrainingCode:
     def _added(
         part: Part,
         operands: tuple[Any, ...],
-        held: list[Tensor | None],
+        held: Held,
         filled: bool,
         places: list[int],
         complete: Callable[[int], None] | None,
@@ -130,6 +130,12 @@ class TrainingCode:
         return result
 
 
+class Held(Protocol):
+    """Tensors that gradients are written or added into, each asked for when it is used."""
+
+    def __getitem__(self, index: int, /) -> Tensor: ...
+
+
 class Sums(Protocol):
     """The sums of a step's weight gradients, by place; see the runtime's `weights`."""
 
@@ -139,6 +145,10 @@ class Sums(Protocol):
     complete: Callable[[int], None] | None  # told, in the last micro-batch, which places have their last term
 
     def put(self, place: int, gradient: Tensor) -> None: ...
+
+    def at(self, place: int) -> Tensor | None: ...
+
+    def held(self, places: Sequence[int]) -> Held | None: ...
 
 
 class Fresh:
@@ -153,14 +163,26 @@ class Fresh:
     def put(self, place: int, gradient: Tensor) -> None:
         self.tensors[place] = gradient
 
+    def at(self, place: int) -> Tensor | None:
+        return self.tensors[place]
+
+    def held(self, places: Sequence[int]) -> Held | None:
+        return None
+
 
 class ForwardCode:
     """A stage that only runs forward: evaluation, and stages with nothing to train."""
 
     patience, saved_bytes = 1, 0
 
-    def __init__(self, function: Emitted) -> None:
-        self.function = function
+    def __init__(self, stage: StageGraph) -> None:
+        self.stage = stage
+
+    @cached_property
+    def function(self) -> Emitted:
+        """The generated function, for any number of rows; compiled at first use."""
+        outputs = len(self.stage.sends) + len(self.stage.boundaries) + len(self.stage.buffers)
+        return emit(self.stage.gm, name="forward", takes=(len(self.stage.roles),), gives=(outputs,))
 
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]:
         return self.function(operands), None
@@ -230,21 +252,13 @@ def stage_code(
 ) -> Callable[[int], TrainingCode | ForwardCode]:
     """Return what makes (and keeps) the stage's functions by number of rows; with a `backend` they are compiled."""
 
+    forward = None if flags.any else ForwardCode(stage)
+
     @cache
     def code(rows: int) -> TrainingCode | ForwardCode:
-        if flags.any:
-            return TrainingCode(stage, flags, example, rows, recompute, device, backend)
-        return forward_code(stage)
+        return forward or TrainingCode(stage, flags, example, rows, recompute, device, backend)
 
     return code
-
-
-@cache
-def forward_code(stage: StageGraph) -> ForwardCode:
-    """Return the forward function of a stage for any number of rows."""
-    count = len(stage.roles)
-    outputs = len(stage.sends) + len(stage.boundaries) + len(stage.buffers)
-    return ForwardCode(emit(stage.gm, name="forward", takes=(count,), gives=(outputs,)))
 
 
 def example_of(
@@ -268,4 +282,4 @@ def example_of(
     return example
 
 
-__all__ = ["ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "forward_code", "stage_code"]
+__all__ = ["ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "stage_code"]

@@ -222,11 +222,18 @@ class HostStagedTransport(GlooTransport):
 
     def work(self) -> None:
         """Start jobs in order, each when its copy has arrived: the body of the worker thread."""
-        while (job := self.jobs.get()) is not None:
-            copied, start, handle = job
-            try:
-                copied.synchronize()
-                handle.inner = start()
-            except (EfftraError, RuntimeError) as error:  # belongs to whoever waits for the handle
-                handle.error = error
-            handle.started.set()
+        while self.start_next():
+            pass
+
+    def start_next(self) -> bool:
+        """Wait for a job and start it, keeping nothing of it; say whether there was one."""
+        if (job := self.jobs.get()) is None:
+            return False
+        copied, start, handle = job
+        try:
+            copied.synchronize()
+            handle.inner = start()
+        except (EfftraError, RuntimeError) as error:  # belongs to whoever waits for the handle
+            handle.error = error
+        handle.started.set()
+        return True

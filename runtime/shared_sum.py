@@ -109,12 +109,19 @@ class SharedSum:
 
     def work(self) -> None:
         """Carry out large exchanges in order: the body of the thread."""
-        while (job := self.jobs.get()) is not None:
-            try:
-                job.carry_out()
-            except OSError as error:
-                job.error = error
-            job.finished.set()
+        while self.carry_out_next():
+            pass
+
+    def carry_out_next(self) -> bool:
+        """Wait for a large exchange and carry it out, keeping nothing of it; say whether there was one."""
+        if (job := self.jobs.get()) is None:
+            return False
+        try:
+            job.carry_out()
+        except OSError as error:
+            job.error = error
+        job.finished.set()
+        return True
 
     def next_slots(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slots of the members and that of the sum; the other set the next time."""

@@ -1,7 +1,9 @@
 """Sums of weight gradients over a step's micro-batches, laid out for the all-reduces that follow.
 
 Gradients that are all-reduced together live in one flat tensor from the start, so that nothing
-is copied before the sum. A micro-batch's gradients are written there first and added later.
+is copied before the sum. A micro-batch's gradients are written there first and added later. The
+flat tensor is made when the first of its gradients is: by then the backward has given back what
+the forward kept for the layers behind.
 
     flat   | layer.weight ............ | layer.bias .. | other.weight ....... |
              ^ sums["layer.weight"]      ^ sums["layer.bias"]
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +31,13 @@ class Sums:
 
     tensors: list[Tensor | None]
     filled: list[bool]
+    reserved: dict[int, Callable[[], None]] = field(default_factory=dict)  # makes the bucket in which a place lies
     terms: dict[int, list[Any]] = field(default_factory=dict)  # what gradients wait for, by maker
     complete: Callable[[int], None] | None = None  # told, in the last micro-batch, which places have their last term
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Add a gradient that was computed apart."""
-        held = self.tensors[place]
+        held = self.at(place)
         if held is None:
             self.tensors[place] = gradient
         elif self.filled[place]:
@@ -41,6 +45,32 @@ class Sums:
         else:
             held.copy_(gradient)
         self.filled[place] = True
+
+    def at(self, place: int) -> Tensor | None:
+        """Return the tensor that a gradient is written or added into; None: it needs none before it exists."""
+        if self.tensors[place] is None and (make := self.reserved.get(place)) is not None:
+            make()
+        return self.tensors[place]
+
+    def held(self, places: Sequence[int]) -> Held | None:
+        """Return what `at` says of these places, each asked for when it is used; None if one needs no tensor."""
+        if all(self.tensors[place] is not None or place in self.reserved for place in places):
+            return Held(self, places)
+        return None
+
+
+class Held:
+    """Tensors of several sums, each made no sooner than it is asked for."""
+
+    __slots__ = ("places", "sums")
+
+    def __init__(self, sums: Sums, places: Sequence[int]) -> None:
+        self.sums, self.places = sums, places
+
+    def __getitem__(self, index: int) -> Tensor:
+        tensor = self.sums.at(self.places[index])
+        assert tensor is not None
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -151,9 +181,12 @@ class StepGradients:
         self.under_way: list[tuple[AllReduce, Handle[Tensor]]] = []
         self.waiting: list[AllReduce] = list(layout.buckets)  # not yet started, in the program's order
         self.lacking: dict[AllReduce, set[int]] = {}
+        for reduce, bucket in layout.buckets.items():
+            make = partial(self._make, reduce)
+            self.sums.reserved.update((layout.place[slot.name], make) for slot in bucket.slots)
 
     def open(self, maker: Finisher, transport: Transport | None = None) -> Sums:
-        """Return the sums for one more micro-batch; the buckets are laid out at the first.
+        """Return the sums for one more micro-batch.
 
         For the last micro-batch `transport` is given: then each bucket's all-reduce starts as soon as all of it
         is complete and those before it in the program have started, while the backward goes on.
@@ -162,12 +195,14 @@ class StepGradients:
         if transport is not None and self.waiting:
             self.lacking = {r: {self.layout.place[s.name] for s in b.slots} for r, b in self.layout.buckets.items()}
             self.sums.complete = lambda place: self._complete(place, transport)
-        if not self.flats:
-            for reduce, bucket in self.layout.buckets.items():
-                flat = self.flats[reduce] = bucket.allocate(self.layout.device)
-                for slot in bucket.slots:
-                    self.sums.tensors[self.layout.place[slot.name]] = slot.view(flat)
         return self.sums
+
+    def _make(self, reduce: AllReduce) -> None:
+        """Make a bucket, whose gradients are written or added in place from now on."""
+        bucket = self.layout.buckets[reduce]
+        flat = self.flats[reduce] = bucket.allocate(self.layout.device)
+        for slot in bucket.slots:
+            self.sums.tensors[self.layout.place[slot.name]] = slot.view(flat)
 
     def close(self, last: bool) -> None:
         """Compute gradients that have waited long enough; behind the last micro-batch all that wait."""
@@ -199,6 +234,7 @@ class StepGradients:
                     slot.view(flat).zero_()
         for slot in bucket.slots:
             self.sums.tensors[self.layout.place[slot.name]] = None
+            del self.sums.reserved[self.layout.place[slot.name]]
         self.under_way.append((reduce, transport.all_reduce(flat, reduce.ranks)))
 
     def results(self) -> Generator[tuple[Handle[Any], str], None, dict[str, Tensor]]:
@@ -211,4 +247,6 @@ class StepGradients:
         for name, tensor, filled in zip(self.layout.names, self.sums.tensors, self.sums.filled, strict=True):
             if filled and tensor is not None:
                 found[name] = tensor
+        self.sums.complete = None  # both refer to this object: a cycle would keep the buckets for a while
+        self.sums.reserved.clear()
         return found

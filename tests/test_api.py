@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,33 @@ def test_training_a_searched_plan_equals_training_on_one_device() -> None:
     program = compiled()
     expected = train_eagerly(MLP, program.model, MLP.data(12))
     assert_same(expected, train_planned(program, MLP.data(12)))
+
+
+@pytest.mark.parametrize("fixed", [dict(stages=1, replicas=(2,)), dict(stages=2, replicas=(2, 1), micro_batches=2)])
+def test_a_step_leaves_no_tensors_for_the_garbage_collector(fixed: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    program = compile(
+        model,
+        Cluster.local(3),
+        example_inputs=(x,),
+        example_target=y,
+        loss_fn=nn.functional.mse_loss,
+        costs="estimated",
+        **fixed,
+    )
+
+    def tensors_after(steps: int) -> int:
+        for _ in range(steps):
+            program.step(x, target=y)
+            for parameter in program.parameters():
+                parameter.grad = None
+        return sum(type(value) is Tensor for value in gc.get_objects())
+
+    tensors_after(1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert tensors_after(3) == tensors_after(3), "a cycle of references keeps gradients until a collection"
+    finally:
+        gc.enable()

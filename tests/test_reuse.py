@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from efftra_fx import reuse
 from efftra_fx.emit import emit
 from efftra_fx.reuse import InPlace, find_reuse
 
@@ -111,3 +112,47 @@ def unknown(graph: fx.Graph, x: fx.Node, y: fx.Node) -> Any:
 )
 def test_nothing_that_somebody_sees_is_written_over(build: Any) -> None:
     assert reused(build) == {}
+
+
+# What each operator is given behind the gradient that it writes over; "saved" is a tensor from the forward.
+INTO: dict[Any, tuple[Any, ...]] = {
+    aten.gelu_backward.default: ("saved",),
+    aten.silu_backward.default: ("saved",),
+    aten.threshold_backward.default: ("saved", 0.5),
+    aten.tanh_backward.default: ("saved",),
+    aten.sigmoid_backward.default: ("saved",),
+    aten.leaky_relu_backward.default: ("saved", 0.1, False),
+    aten.elu_backward.default: (1.0, 1.0, 1.0, False, "saved"),
+    aten.softplus_backward.default: ("saved", 1.0, 20.0),
+    aten.hardtanh_backward.default: ("saved", -0.5, 0.5),
+    aten.hardsigmoid_backward.default: ("saved",),
+    aten.hardswish_backward.default: ("saved",),
+    aten.native_dropout_backward.default: ("mask", 2.0),
+    aten._softmax_backward_data.default: ("saved", 1, torch.float32),
+    aten._log_softmax_backward_data.default: ("saved", 1, torch.float32),
+}
+
+
+def test_every_operator_that_writes_over_a_gradient_is_tried() -> None:
+    assert set(INTO) == {*reuse._INTO, *reuse._INTO_ON_CPU}
+
+
+@pytest.mark.parametrize("target", INTO, ids=str)
+@pytest.mark.parametrize("shape", [(4, 4), (3, 1000), (2, 5, 70), (1, 1), (5, 33, 2, 3), (300, 7)])
+def test_an_operator_that_writes_over_a_gradient_changes_no_bit(target: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    given = {"saved": torch.randn(shape), "mask": torch.rand(shape) < 0.5}
+    graph = fx.Graph()
+    x, other = graph.placeholder("x"), graph.placeholder("other")
+    made = graph.call_function(aten.neg.default, (x,))
+    values = [other if isinstance(value, str) else value for value in INTO[target]]
+    last = graph.call_function(target, (made, *values), name="last")
+    graph.output((last,))
+    operand = next(given[value] for value in INTO[target] if isinstance(value, str))
+    x.meta["val"], other.meta["val"] = torch.randn(shape), operand
+    made.meta["val"] = last.meta["val"] = torch.empty(shape)
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    run = emit(gm)
+    assert find_reuse(gm.graph)[last].out in run.source
+    gradient = torch.randn(shape)
+    assert torch.equal(run(gradient, operand)[0], gm(gradient, operand)[0])

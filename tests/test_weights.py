@@ -50,10 +50,41 @@ def test_gradients_lie_in_their_bucket_from_the_start() -> None:
     gradients, _ = layout(("b", "d"))
     step = gradients.start()
     sums = step.open(Maker())
-    b, d = sums.tensors[1], sums.tensors[3]
+    b, d = sums.at(1), sums.at(3)
     assert b is not None and d is not None
     assert b.untyped_storage().data_ptr() == d.untyped_storage().data_ptr()
-    assert sums.tensors[0] is None, "a gradient that nobody reduces needs no place"
+    assert sums.at(0) is None, "a gradient that nobody reduces needs no place"
+    assert sums.held([1, 3]) is not None and sums.held([0, 1]) is None
+
+
+def test_a_bucket_is_made_at_its_first_gradient_and_no_sooner() -> None:
+    gradients, _ = layout(("d",), ("b", "a"))
+    step = gradients.start()
+    sums = step.open(Maker())
+    held = sums.held([3, 1, 0])
+    assert held is not None and not step.flats, "asking whether there will be tensors makes none"
+    held[0].fill_(4)
+    assert [flat.numel() for flat in step.flats.values()] == [8]
+    held[2].fill_(1)
+    assert [flat.numel() for flat in step.flats.values()] == [8, 6]
+    assert held[1].untyped_storage().data_ptr() == held[2].untyped_storage().data_ptr()
+
+
+def test_generated_code_asks_for_each_tensor_when_it_writes_there() -> None:
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten.mm.default(x, y), torch.ops.aten.mul.Tensor(x, 2)
+
+    class Asked(list[Tensor]):
+        def __getitem__(self, index: Any) -> Any:
+            for before in range(index):
+                assert float(super().__getitem__(before).sum()), "all before it are written"
+            return super().__getitem__(index)
+
+    x, y = torch.ones(2, 2), torch.ones(2, 2)
+    tracer = fx.symbolic_trace(step)
+    run = emit(tracer, into=[0, 1], overwrite=True)
+    found = run(x, y, Asked([torch.zeros(2, 2), torch.zeros(2, 2)]))
+    assert torch.equal(found[0], x @ y) and torch.equal(found[1], 2 * x)
 
 
 def test_what_has_no_gradient_counts_as_zeros() -> None:
@@ -80,7 +111,7 @@ def test_buckets_start_in_the_programs_order_whatever_completes_first(order: lis
     transport: Any = Recorder()
     sums = step.open(Maker(), transport)
     for place in order[:told]:
-        tensor = sums.tensors[place]
+        tensor = sums.at(place)
         assert tensor is not None and sums.complete is not None
         tensor.fill_(place)
         sums.complete(place)
