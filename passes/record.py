@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
     def constant(self, name: str, value: torch.Tensor, fake: torch.Tensor) -> fx.Node:
         """Enter a tensor that the graph holds; `fake` stands for it."""
         name = name.replace(".", "_")
-        self.module.register_buffer(name, value.detach(), persistent=False)
+        self.module.register_buffer(name, value, persistent=False)  # itself: detached under a fake mode it were fake
         node = self.graph.get_attr(name)
         node.meta["val"] = fake
         self._remember(fake, node)

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stage_models import MODELS, Case, export_case, has_gradient
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from efftra_fx.errors import DifferentiateError
@@ -477,3 +478,17 @@ def test_random_graphs_are_differentiated_as_autograd_does(seed: int) -> None:
 @given(st.integers(0, 2**31))
 def test_many_random_graphs_are_differentiated_as_autograd_does(seed: int) -> None:
     check_random_graph(seed)
+
+
+def test_a_tensor_that_the_graph_holds_keeps_its_values() -> None:
+    held = torch.randn(3, dtype=torch.float64)
+
+    def scaled(x: Tensor) -> tuple[Tensor]:
+        return ((x * held).sin(),)
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    parts = differentiate(make_fx(scaled)(x), [x.to("meta")], wrt=(True,), grad_outputs=(True,), weight_inputs=(False,))
+    (found,), stash = parts.forward.function([x])
+    (gradient,), _ = parts.backward.function(stash, [torch.ones(2, 3, dtype=torch.float64)])
+    assert torch.equal(found, scaled(x)[0])
+    assert torch.allclose(gradient, held * (x * held).cos(), rtol=1e-14)
