@@ -12,7 +12,10 @@ aten = torch.ops.aten
 
 
 def without_chance(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator gives that drops nothing and draws one half, or zero where it draws whole numbers."""
+    """Return what an operator gives that drops nothing and draws one half, or the largest of whole numbers.
+
+    A permutation is turned round: so numbers that run over rows are seen to depend on how many there are.
+    """
     if target is aten.native_dropout.default:
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     names = [a.name for a in target._schema.arguments]
@@ -31,9 +34,22 @@ def without_chance(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if calm:
         return target(*given, **named)
     if target._schema.is_mutable:
-        return given[0].fill_(0.5 if given[0].is_floating_point() else 0)
+        return given[0].fill_(_one(names, given, named, given[0]))
     result = target(*given, **named)
-    return torch.full_like(result, 0.5 if result.is_floating_point() else 0)
+    if target is aten.randperm.default:
+        return result.sort(descending=True).values
+    return torch.full_like(result, _one(names, given, named, result))
+
+
+def _one(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor) -> Any:
+    """Return the number that every draw of a call gives."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    high = given.get("high", given.get("to"))
+    if isinstance(high, int):
+        return high - 1
+    if "num_samples" in given:
+        return args[0].shape[-1] - 1
+    return 0.5 if result.is_floating_point() else 0
 
 
 class NoChance(TorchDispatchMode):

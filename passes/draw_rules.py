@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from efftra_fx.errors import CaptureError
+
 from .means import argument
 
 aten = torch.ops.aten
@@ -29,6 +31,7 @@ class Draws(Protocol):
     def keep(self, sizes: Sequence[Any], drop: float) -> fx.Node: ...
     def uniform(self, sizes: Sequence[Any], dtype: torch.dtype) -> fx.Node: ...
     def like(self, value: fx.Node, node: fx.Node) -> fx.Node: ...
+    def refusal(self, what: str) -> str: ...
 
 
 Rule = Callable[[fx.Node, Draws], Any]
@@ -163,9 +166,10 @@ def _whole_numbers(node: fx.Node, draws: Draws) -> Any:
     if high is None:  # torch draws what the dtype holds
         dtype = node.meta["val"].dtype
         high = 2 ** (24 if dtype is torch.float32 else 52) if dtype.is_floating_point else torch.iinfo(dtype).max
+    if isinstance(high, fx.Node) or isinstance(low, fx.Node):  # a few rows could not prove how these follow the batch
+        raise CaptureError(draws.refusal("whole numbers up to the number of rows"))
     unit = draws.uniform(_sizes(node), torch.float64)
-    span = draws.call(operator.sub, high, low) if isinstance(high, fx.Node) or isinstance(low, fx.Node) else high - low
-    scaled = draws.call(aten.floor.default, draws.call(aten.mul.Tensor, unit, span))
+    scaled = draws.call(aten.floor.default, draws.call(aten.mul.Tensor, unit, high - low))
     return draws.like(draws.call(aten.add.Tensor, scaled, low), node)
 
 

@@ -169,3 +169,5 @@ def test_a_recurrent_net_written_layer_by_layer_is_that_net(kind: Any, both: boo
 def test_what_cannot_be_drawn_alike_is_named_with_a_way_out(function: Callable[[Tensor], Tensor], what: str) -> None:
     with pytest.raises(CaptureError, match=rf"cannot draw what {what} draws \(File .*test_draw_rules.py.*rng='plan'"):
         drawn(Gives(function), torch.ones(3, 2))
+    with pytest.raises(CaptureError, match="cannot draw whole numbers up to the number of rows"):
+        drawn(Gives(lambda x: x[torch.randint(0, x.shape[0], (2,))]), torch.ones(3, 2))
