@@ -505,7 +505,7 @@ def _refuse_dynamic(gm: fx.GraphModule) -> None:
                 line = SOURCE.get(node) or "a line that is not known"
                 error = AsksValuesError(
                     f"the model cannot be captured as a graph: the shape of {node.name} depends on values at {line}; "
-                    "use a mask (torch.where, multiplication) in place of a selection"
+                    "use a mask (torch.where, multiplication) in place of a selection, or move it into loss_fn"
                 )
                 error.paths = _paths(node)
                 raise error

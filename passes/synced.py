@@ -133,41 +133,42 @@ class _Normalise(Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, replicas: int
     ) -> tuple[Tensor, ...]:
         kind = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        channels, dims = x.shape[1], [d for d in range(x.ndim) if d != 1]
-        own_var, own_mean = aten.var_mean.correction(x.to(kind), dims, correction=0)
-        size = own_mean.new_full((1,), x.numel() // channels)
-        everyone = replica_gather(torch.cat([own_mean, own_var, size]), replicas)
-        means, variances, sizes = everyone.split([channels, channels, 1], 1)
+        channels, dims, number = x.shape[1], _others(x), x.numel() // x.shape[1]
+        own_mean = x.sum(dims, dtype=kind) / number
+        own_spread = (x - _along(own_mean, x)).square().sum(dims)  # sums in two passes: faster than torch's one
+        everyone = replica_gather(torch.cat([own_mean, own_spread, own_mean.new_full((1,), number)]), replicas)
+        means, spreads, sizes = everyone.split([channels, channels, 1], 1)
         count = sizes.sum(0)
         mean = (means * sizes).sum(0) / count
-        var = ((variances + (means - mean) ** 2) * sizes).sum(0) / count
+        var = (spreads + (means - mean) ** 2 * sizes).sum(0) / count
         scale = torch.rsqrt(var + eps)
         gain = mean.new_ones(channels) if weight is None else weight.to(kind)
         shift = mean.new_zeros(channels) if bias is None else bias.to(kind)
         out = aten._native_batch_norm_legit_no_training.default(x, gain, shift, mean, var, 0.0, eps)[0]
-        ctx.save_for_backward(x, gain, mean, var, scale, count)
-        ctx.eps, ctx.kinds = eps, tuple(None if p is None else p.dtype for p in (weight, bias))
+        ctx.save_for_backward(x, gain, mean, scale, count)
+        ctx.kinds = tuple(None if p is None else p.dtype for p in (weight, bias))
         ctx.mark_non_differentiable(mean, scale, var, count)
         return out, mean, scale, var, count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        x, gain, mean, var, scale, count = ctx.saved_tensors
-        own, weight, bias = aten.native_batch_norm_backward.default(
-            grad, x, gain, mean, var, mean, scale, False, ctx.eps, [True, True, True]
-        )
-        dy, dy_x = (replica_sum(torch.cat([bias, weight])) / count).split(mean.shape[0])
-        shape = [1, -1, *(1 for _ in range(x.ndim - 2))]
-        level, slope, middle = ((gain * scale * dy), (gain * scale * scale * dy_x), mean)
-        lost = (x - middle.view(shape)) * slope.view(shape) + level.view(shape)
-        kinds = ctx.kinds
-        return (
-            (own - lost).to(x.dtype),
-            None if kinds[0] is None else weight.to(kinds[0]),
-            None if kinds[1] is None else bias.to(kinds[1]),
-            None,
-            None,
-        )
+        x, gain, mean, scale, count = ctx.saved_tensors
+        dims, centred = _others(x), x - _along(mean, x)
+        shift, slope = grad.sum(dims, dtype=mean.dtype), (grad * centred).sum(dims) * scale
+        dy, dy_x = (replica_sum(torch.cat([shift, slope])) / count).split(mean.shape[0])
+        moved = (grad - _along(dy, x) - centred * _along(scale * dy_x, x)) * _along(gain * scale, x)
+        own = tuple(None if k is None else g.to(k) for g, k in zip((slope, shift), ctx.kinds, strict=True))
+        return moved.to(x.dtype), *own, None, None
+
+
+def _others(x: Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
+    return [d for d in range(x.ndim) if d != 1]
+
+
+def _along(vector: Tensor, x: Tensor) -> Tensor:
+    """Return one number a channel as it meets values [rows, channels, ...]."""
+    return vector.view(1, -1, *(1 for _ in range(x.ndim - 2)))
 
 
 __all__ = ["Synced", "batch_norm", "is_synced", "sync_stage"]
