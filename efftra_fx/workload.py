@@ -21,6 +21,7 @@ from typing import Any
 from efftra_fx.cost import Chain, Crossing, NodeCost, Option, Timing
 from efftra_fx.errors import CostError
 
+MOST_WIDE = 100_000  # ranks of a tensor-parallel group
 MOST = 1e18  # bytes or milliseconds; more cannot be meant
 IN_PLACE = re.compile(r"inplace|^__getitem__|^View\b|^Size\b|^Add\b|^Flatten\b|^Reshape\b|^Identity\b", re.IGNORECASE)
 
@@ -162,8 +163,8 @@ def read_options(what: str, data: Mapping[str, Any], rows: int) -> tuple[Option,
         if not isinstance(one, Mapping):
             raise CostError(f"{inner} must be an object, got {one!r}")
         width = needed(inner, one, "tp")
-        if width < 1 or width != int(width):
-            raise CostError(f"{inner}.tp must be a whole number of 1 or more, got {one['tp']!r}")
+        if not 1 <= width <= MOST_WIDE or width != int(width):
+            raise CostError(f"{inner}.tp must be a whole number from 1 to {MOST_WIDE}, got {one['tp']!r}")
         time = needed(inner, one, "fwbw_ms")
         parameters = needed(inner, one, "parameter_bytes")
         fixed = amount(f"{inner}.memory_fixed_bytes", one.get("memory_fixed_bytes", 0))
@@ -192,6 +193,8 @@ def read_table(what: str, data: Mapping[str, Any], columns: object) -> tuple[Opt
     table = data.get("options_table", [])
     if not table:
         return ()
+    if not isinstance(table, list):
+        raise CostError(f"{what}.options_table must be a list, got {table!r}")
     wanted = ["device", "tp", "microbatch", "forward_ms", "backward_ms"]
     if not isinstance(columns, list) or columns[:5] != wanted:
         raise CostError(f"options_table_columns must begin with {wanted}, got {columns!r}")
@@ -201,11 +204,15 @@ def read_table(what: str, data: Mapping[str, Any], columns: object) -> tuple[Opt
         if not isinstance(row, list) or len(row) < 5 or not isinstance(row[0], str):
             raise CostError(f"{inner} must be a row of {len(columns)} values, got {row!r}")
         width, micro, forward, backward = (amount(inner, value) for value in row[1:5])
-        if width < 1 or micro < 1:
-            raise CostError(f"{inner}: tp and microbatch must be 1 or more, got {row!r}")
+        if not (1 <= width <= MOST_WIDE and width == int(width)) or micro < 1:
+            raise CostError(
+                f"{inner}: tp must be a whole number from 1 to {MOST_WIDE}, microbatch 1 or more, got {row!r}"
+            )
         points.setdefault((row[0], int(width)), []).append((micro, forward, backward))
     info = data.get("tp_info", {})
-    if not isinstance(info, Mapping) or not all(isinstance(key, str) and key.isdigit() for key in info):
+    if not isinstance(info, Mapping) or not all(
+        isinstance(key, str) and key.isdecimal() and 1 <= int(key) <= MOST_WIDE for key in info
+    ):
         raise CostError(f"{what}.tp_info must be an object with tensor widths as keys, got {info!r}")
     options = []
     for (kind, width), measured in sorted(points.items()):

@@ -16,7 +16,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # cuts, c
 STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
 CLOSE_DEPTH = 1.05  # times the best: the best of another number of stages goes on
 WANTED = 24  # of the neighbours in a round, those whose step must be known
-LONG = 100  # micro-batches from which on the formula leads and the replay has only the last word
+LONG = 200  # micro-batches from which on the formula leads and the replay has only the last word
 TOGETHER = (-13, -8, -5, -3, -2, -1, 1, 2, 3, 5, 8, 13)
 PAIRS = 12  # up to so many stages a device may move between any two
 

@@ -74,7 +74,8 @@ class Table:
         self.blocks = len(chain.blocks)
         self.classes = sorted({(device.kind, device.speed) for device in cluster.devices})
         keys = {(1, False)} | {(o.tensor, o.recompute) for block in chain.blocks for o in block.options}
-        self.ways = [Way(*key) for key in sorted(keys) if tensor in (None, key[0])]
+        widest = len(cluster.devices)
+        self.ways = [Way(*key) for key in sorted(keys) if tensor in (None, key[0]) and key[0] <= widest]
         if not self.ways:
             known = ", ".join(str(width) for width in sorted({key[0] for key in keys}))
             raise PlanError(f"tensor={tensor}: {chain.name} has costs for tensor width {known} only")

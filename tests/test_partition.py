@@ -207,6 +207,12 @@ def test_a_fixed_part_that_cannot_be_had_is_an_error(fixed: dict[str, Any], word
         partition(chain_of(3), Cluster.local(4), 8, **fixed)
 
 
+def test_widths_that_no_cluster_of_this_size_can_have_are_left_out() -> None:
+    wide = replace(chain_of(1).blocks[0].base, tensor=50_000)
+    chain = replace(chain_of(3), blocks=tuple(replace(block, options=(wide,)) for block in chain_of(3).blocks))
+    assert {stage.tensor for stage in partition(chain, Cluster.local(3), 8).plan.stages} == {1}
+
+
 def test_no_rows_is_an_error() -> None:
     with pytest.raises(PlanError, match="rows must be 1 or more, got 0"):
         partition(chain_of(3), Cluster.local(4), 0)

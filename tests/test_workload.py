@@ -24,6 +24,7 @@ def profile(nodes: list[dict[str, Any]], edges: list[list[Any]], **more: Any) ->
     return {"schema": "workload/1", "name": "small", "profile_batch": 8, "nodes": nodes, "edges": edges, **more}
 
 
+COLUMNS = ["device", "tp", "microbatch", "forward_ms", "backward_ms"]
 LINE = profile([node(7), node(3, "ReLU(inplace)"), node(5, size=160)], [[7, 3], [3, 5]])
 
 
@@ -127,6 +128,24 @@ def test_measurements_of_several_micro_batches_become_a_straight_line() -> None:
         (lambda d: d["edges"].append([7, 99]), r"edges\[2\] names node 99"),
         (lambda d: d["edges"].append([7]), r"edges\[2\] must be"),
         (lambda d: d["nodes"][0].update(forward_ms=-1), "node 7.forward_ms must not be negative"),
+        (
+            lambda d: d["nodes"][0].update(options=[{"tp": 1e17, "fwbw_ms": 1, "parameter_bytes": 1}]),
+            r"node 7.options\[0\].tp must be a whole number from 1 to 100000, got 1e\+17",
+        ),
+        (lambda d: d["nodes"][0].update(options_table=5), "node 7.options_table must be a list, got 5"),
+        (
+            lambda d: (
+                d["nodes"][0].update(options_table=[["A", 1.5, 1, 1, 1]]) or d.update(options_table_columns=COLUMNS)
+            ),
+            r"node 7.options_table\[0\]: tp must be a whole number from 1",
+        ),
+        (
+            lambda d: (
+                d["nodes"][0].update(options_table=[["A", 1, 1, 1, 1]], tp_info={"0": {}})
+                or d.update(options_table_columns=COLUMNS)
+            ),
+            "node 7.tp_info must be an object with tensor widths as keys",
+        ),
         (lambda d: d["nodes"][0].pop("backward_ms"), "node 7.backward_ms is missing"),
         (lambda d: d["nodes"][0].update(backward_ms="2"), "node 7.backward_ms must be a number"),
         (lambda d: d["nodes"][0].update(activation_bytes=float("nan")), "node 7.activation_bytes must be a number"),
