@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from efftra_fx import Cluster, compile
 from efftra_fx.api import CompiledModel
 from efftra_fx.errors import PlanError
+from efftra_fx.passes import shard
+from efftra_fx.passes.shard_choice import Prices
+from efftra_fx.passes.shard_parts import attention_part
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.program_text import parse_program, print_program
 
@@ -33,7 +37,8 @@ class Attention(nn.Module):
         query, key, value = self.qkv(x).split([24, 8, 8], -1)
         query = query.view(rows, length, 6, 4).transpose(1, 2)
         key, value = (p.view(rows, length, 2, 4).transpose(1, 2).repeat_interleave(3, 1) for p in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        dropped = self.drop.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True).transpose(1, 2)
         x = x + self.out(mixed.reshape(rows, length, width))
         return self.head(x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x)))))))  # type: ignore[no-any-return]
 
@@ -179,7 +184,8 @@ def test_ranks_of_a_wide_stage_hold_shares() -> None:
     assert held == [48 * 24, 47 * 24] and sum(held) == whole
 
 
-def test_dropout_draws_alike_on_all_ranks_and_alike_again_for_the_same_seed() -> None:
+def test_dropout_draws_alike_on_all_ranks_and_alike_again_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "Prices", partial(Prices, sum_s=0.0, summed_byte_s=1e-13))  # tiny layers are cut too
     torch.manual_seed(0)
     model, x, y = Attention(0.5).double(), torch.randn(6, 5, 24, dtype=torch.float64), torch.randint(37, (6, 5))
     options: dict[str, Any] = {"example_inputs": (x,), "example_target": y, "loss_fn": per_token, "costs": "estimated"}
@@ -188,6 +194,8 @@ def test_dropout_draws_alike_on_all_ranks_and_alike_again_for_the_same_seed() ->
         made = compile(model, Cluster.local(3), tensor=(width,), micro_batches=2, **options)
         torch.manual_seed(7)
         losses.append(float(made.step(x, target=y)))
+        graphs = [one.stages[0].gm.graph for one in made.built.back.sharded if one is not None]
+        assert all(any(node.target is attention_part for node in graph.nodes) for graph in graphs)
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-12)
 
 
