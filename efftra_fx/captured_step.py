@@ -23,10 +23,12 @@ def capture_step(
     check: bool,
     timed: Callable[[str, float], None],
     divided: bool = False,
+    as_it_is: str = "",
 ) -> Captured:
     """Capture the step and check it against eager, on a few rows (`small`) or, where values of all decide, on all.
 
-    Where that cannot be done with the loss in the graph, it is done with the loss as it is (`divided`: on each part).
+    Where that cannot be done with the loss in the graph, it is done with the loss as it is (`divided`: on each
+    part), which `as_it_is`, a reason, asks for at once.
     """
 
     def captured(whole_loss: str) -> Captured:
@@ -47,6 +49,8 @@ def capture_step(
             timed("check capture", begin)
         return found
 
+    if as_it_is:
+        return captured(as_it_is)
     try:
         return captured("")
     except CaptureError as error:

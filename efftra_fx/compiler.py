@@ -30,7 +30,7 @@ from efftra_fx.errors import (
     PlanError,
 )
 from efftra_fx.hooks import check_hooks, hook_notes
-from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, ROLE
+from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
@@ -77,6 +77,7 @@ class Options:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     batch_norm: str = "local"
     loss_reduction: str | Weight | None = None
+    loss_as_it_is: str = ""  # why the loss is not to be captured
     costs: CostTable | str = "measured"
     optimizer_states: float = 2.0
     rng: str = "plan"  # or "layout_free"
@@ -228,12 +229,22 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     """Capture a step, check it against eager, prove how it follows the batch, and fold it into blocks."""
     models = (model, options.loss_fn) if isinstance(options.loss_fn, nn.Module) else (model,)
     check_hooks(*models)
+    given = tensors
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
     divided = options.loss_reduction is not None
     captured = capture_step(
-        model, call, whole, small, dims, options.loss_fn, options.check_capture, report.timed, divided
+        model,
+        call,
+        whole,
+        small,
+        dims,
+        options.loss_fn,
+        options.check_capture,
+        report.timed,
+        divided,
+        options.loss_as_it_is,
     )
     report.graph("trace", captured.gm)
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
@@ -271,6 +282,9 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
             f"loss_reduction={options.loss_reduction!r}: the loss cannot be computed for a few rows of the example "
             f"({said}); leave it out, so that the loss is computed once on the whole batch"
         ) from error
+    if callable(options.loss_reduction) and options.loss_fn is not None and not captured.whole_loss and _declared(gm):
+        # of a part that weighs nothing the captured loss may have no finite gradients, and then is not to run at all
+        return front_end(model, call, given, replace(options, loss_as_it_is="its parts are weighed"), report)
     norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
     counters, pairwise = _counters(gm), _pairwise(gm)
     buffers = _buffer_notes(gm, counters, norms)
@@ -300,6 +314,12 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
         options.batch_norm if norms else "",
         alone,
     )
+
+
+def _declared(gm: fx.GraphModule) -> bool:
+    """Say whether the loss is what parts make by a declared reduction."""
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    return REDUCED.on(output.args[0][0])
 
 
 def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:

@@ -29,6 +29,11 @@ def chosen(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(output[target[1]], target[0][target[1]])
 
 
+def per_row(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss for each row."""
+    return F.cross_entropy(output, target, reduction="none")
+
+
 def habit(loss: Callable[..., Tensor], target: Any, reduction: Reduction) -> Habit:
     """Return a net with this loss, and what is said of it."""
     return Habit(Net().double(), (features(),), target, loss, options={"loss_reduction": reduction})
@@ -39,6 +44,11 @@ RIGHT: Mapping[str, tuple[Callable[..., Tensor], Any, Reduction]] = {
     "a loop's sum": (lambda o, t: loop(o, t) * len(o), classes(), "sum"),
     "chosen rows": (chosen, (classes(), MASK), counted),
     "rows of which some parts have none": (chosen, (classes(), LATE), counted),
+    "a quotient by logarithms, of which some parts have none": (
+        lambda o, t: ((per_row(o, t[0]) * t[1]).sum().log() - t[1].double().sum().log()).exp(),
+        (classes(), LATE),
+        counted,
+    ),
     "what the graph shows anyway": (F.mse_loss, features(3), "mean"),
     "an eager quotient": (lambda o, t: (o - t).norm(dim=1).sum().square().sqrt() / len(o), features(3), "mean"),
 }
