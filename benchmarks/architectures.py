@@ -27,11 +27,11 @@ class Architecture:
     make: Callable[[], Made]
 
 
-def _ids(rows: int = ROWS, length: int = LENGTH) -> Tensor:
+def word_ids(rows: int = ROWS, length: int = LENGTH) -> Tensor:
     return torch.randint(4, WORDS, (rows, length))
 
 
-def _padded(ids: Tensor) -> tuple[Tensor, Tensor]:
+def padded(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return an attention mask with uneven lengths, and labels that ignore the padding."""
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -39,25 +39,25 @@ def _padded(ids: Tensor) -> tuple[Tensor, Tensor]:
     return mask, ids.masked_fill(mask == 0, -100)
 
 
-def _decoder(model: str, config: str, **options: Any) -> Callable[[], Made]:
+def decoder(model: str, config: str, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
-        ids = _ids()
-        mask, labels = _padded(ids)
+        ids = word_ids()
+        mask, labels = padded(ids)
         made = getattr(hf, model)(getattr(hf, config)(vocab_size=WORDS, **options))
         return made, {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     return make
 
 
-def _unmasked(model: str, config: str, **options: Any) -> Callable[[], Made]:
+def unmasked(model: str, config: str, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
-        ids = _ids()
+        ids = word_ids()
         return getattr(hf, model)(getattr(hf, config)(vocab_size=WORDS, **options)), {"input_ids": ids, "labels": ids}
 
     return make
 
 
-def _llama_like(**more: Any) -> dict[str, Any]:
+def llama_like(**more: Any) -> dict[str, Any]:
     common = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -72,7 +72,7 @@ def _llama_like(**more: Any) -> dict[str, Any]:
     return {**common, **more}
 
 
-def _bert_like(**more: Any) -> dict[str, Any]:
+def bert_like(**more: Any) -> dict[str, Any]:
     common = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -86,10 +86,10 @@ def _bert_like(**more: Any) -> dict[str, Any]:
     return {**common, **more}
 
 
-def _sequences(model: str, config: str, **options: Any) -> Callable[[], Made]:
+def sequences(model: str, config: str, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
-        ids = _ids()
-        mask, labels = _padded(ids)
+        ids = word_ids()
+        mask, labels = padded(ids)
         options.setdefault("pad_token_id", 0)
         made = getattr(hf, model)(getattr(hf, config)(vocab_size=WORDS, **options))
         return made, {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -97,17 +97,17 @@ def _sequences(model: str, config: str, **options: Any) -> Callable[[], Made]:
     return make
 
 
-def _classes(model: str, config: str, rows: int = ROWS, labels: int = 3, **options: Any) -> Callable[[], Made]:
+def classes(model: str, config: str, rows: int = ROWS, labels: int = 3, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
-        ids = _ids()
-        mask, _ = _padded(ids)
+        ids = word_ids()
+        mask, _ = padded(ids)
         made = getattr(hf, model)(getattr(hf, config)(vocab_size=WORDS, num_labels=labels, **options))
         return made, {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, labels, (rows,))}
 
     return make
 
 
-def _images(model: str, config: str, size: int = 32, **options: Any) -> Callable[[], Made]:
+def images(model: str, config: str, size: int = 32, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
         made = getattr(hf, model)(getattr(hf, config)(num_labels=3, **options))
         return made, {"pixel_values": torch.randn(ROWS, 3, size, size), "labels": torch.randint(0, 3, (ROWS,))}
@@ -115,7 +115,7 @@ def _images(model: str, config: str, size: int = 32, **options: Any) -> Callable
     return make
 
 
-def _vit_like() -> dict[str, Any]:
+def vit_like() -> dict[str, Any]:
     return {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -145,11 +145,11 @@ def _segformer() -> Made:
 
 
 def _clip() -> Made:
-    text = {k: v for k, v in _bert_like().items() if k != "pad_token_id"} | {"vocab_size": WORDS, "projection_dim": 16}
+    text = {k: v for k, v in bert_like().items() if k != "pad_token_id"} | {"vocab_size": WORDS, "projection_dim": 16}
     text |= {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    vision = _vit_like() | {"attention_dropout": 0.0, "projection_dim": 16}
+    vision = vit_like() | {"attention_dropout": 0.0, "projection_dim": 16}
     config = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    ids = _ids()
+    ids = word_ids()
     ids[:, -1] = 2
     inputs = {"input_ids": ids, "pixel_values": torch.randn(ROWS, 3, 32, 32), "return_loss": True}
     return hf.CLIPModel(config), inputs
@@ -179,7 +179,7 @@ def _whisper() -> Made:
         begin_suppress_tokens=[],
     )
     model = hf.WhisperForConditionalGeneration(config)
-    return model, {"input_features": torch.randn(ROWS, 8, 24), "labels": _ids()}
+    return model, {"input_features": torch.randn(ROWS, 8, 24), "labels": word_ids()}
 
 
 def _wav2vec2() -> Made:
@@ -205,11 +205,11 @@ def _wav2vec2() -> Made:
         pad_token_id=0,
         ctc_loss_reduction="mean",
     )
-    labels = _ids(length=4)
+    labels = word_ids(length=4)
     return hf.Wav2Vec2ForCTC(config), {"input_values": torch.randn(ROWS, 400), "labels": labels}
 
 
-_SEQ2SEQ = {
+SEQ2SEQ = {
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -230,7 +230,7 @@ _SEQ2SEQ = {
 ARCHITECTURES: Mapping[str, Architecture] = {
     name: Architecture(name, make)
     for name, make in {
-        "gpt2": _decoder(
+        "gpt2": decoder(
             "GPT2LMHeadModel",
             "GPT2Config",
             n_embd=32,
@@ -243,13 +243,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        "llama": _decoder("LlamaForCausalLM", "LlamaConfig", **_llama_like()),
-        "mistral": _decoder("MistralForCausalLM", "MistralConfig", **_llama_like(sliding_window=4)),
-        "qwen2": _decoder("Qwen2ForCausalLM", "Qwen2Config", **_llama_like()),
-        "mixtral": _decoder(
+        "llama": decoder("LlamaForCausalLM", "LlamaConfig", **llama_like()),
+        "mistral": decoder("MistralForCausalLM", "MistralConfig", **llama_like(sliding_window=4)),
+        "qwen2": decoder("Qwen2ForCausalLM", "Qwen2Config", **llama_like()),
+        "mixtral": decoder(
             "MixtralForCausalLM",
             "MixtralConfig",
-            **_llama_like(
+            **llama_like(
                 num_local_experts=3,
                 num_experts_per_tok=2,
                 output_router_logits=True,
@@ -257,13 +257,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 experts_implementation="eager",
             ),
         ),
-        "gemma": _decoder("GemmaForCausalLM", "GemmaConfig", **_llama_like(head_dim=8)),
-        "phi": _decoder(
+        "gemma": decoder("GemmaForCausalLM", "GemmaConfig", **llama_like(head_dim=8)),
+        "phi": decoder(
             "PhiForCausalLM",
             "PhiConfig",
-            **_llama_like(num_key_value_heads=4, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
+            **llama_like(num_key_value_heads=4, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
         ),
-        "opt": _decoder(
+        "opt": decoder(
             "OPTForCausalLM",
             "OPTConfig",
             hidden_size=32,
@@ -278,7 +278,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        "bloom": _decoder(
+        "bloom": decoder(
             "BloomForCausalLM",
             "BloomConfig",
             hidden_size=32,
@@ -290,7 +290,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        "gpt_neox": _decoder(
+        "gpt_neox": decoder(
             "GPTNeoXForCausalLM",
             "GPTNeoXConfig",
             hidden_size=32,
@@ -303,7 +303,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        "falcon": _decoder(
+        "falcon": decoder(
             "FalconForCausalLM",
             "FalconConfig",
             hidden_size=32,
@@ -314,7 +314,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-        "t5": _sequences(
+        "t5": sequences(
             "T5ForConditionalGeneration",
             "T5Config",
             d_model=32,
@@ -325,13 +325,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             dropout_rate=0.0,
             decoder_start_token_id=0,
         ),
-        "bart": _sequences("BartForConditionalGeneration", "BartConfig", **_SEQ2SEQ),
-        "marian": _sequences(
-            "MarianMTModel", "MarianConfig", **{**_SEQ2SEQ, "decoder_vocab_size": WORDS, "forced_eos_token_id": None}
+        "bart": sequences("BartForConditionalGeneration", "BartConfig", **SEQ2SEQ),
+        "marian": sequences(
+            "MarianMTModel", "MarianConfig", **{**SEQ2SEQ, "decoder_vocab_size": WORDS, "forced_eos_token_id": None}
         ),
-        "bert": _decoder("BertForMaskedLM", "BertConfig", **_bert_like()),
-        "roberta": _decoder("RobertaForMaskedLM", "RobertaConfig", **_bert_like(pad_token_id=1)),
-        "distilbert": _decoder(
+        "bert": decoder("BertForMaskedLM", "BertConfig", **bert_like()),
+        "roberta": decoder("RobertaForMaskedLM", "RobertaConfig", **bert_like(pad_token_id=1)),
+        "distilbert": decoder(
             "DistilBertForMaskedLM",
             "DistilBertConfig",
             dim=32,
@@ -342,25 +342,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             dropout=0.0,
             attention_dropout=0.0,
         ),
-        "deberta": _decoder(
+        "deberta": decoder(
             "DebertaForMaskedLM",
             "DebertaConfig",
-            **_bert_like(relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
+            **bert_like(relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
         ),
-        "deberta_v2": _decoder(
+        "deberta_v2": decoder(
             "DebertaV2ForMaskedLM",
             "DebertaV2Config",
-            **_bert_like(relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
+            **bert_like(relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
         ),
-        "electra": _classes("ElectraForSequenceClassification", "ElectraConfig", **_bert_like(embedding_size=16)),
-        "albert": _decoder("AlbertForMaskedLM", "AlbertConfig", **_bert_like(embedding_size=16)),
-        "xlnet": _unmasked("XLNetLMHeadModel", "XLNetConfig", d_model=32, n_layer=3, n_head=4, d_inner=48, dropout=0.0),
-        "longformer": _unmasked(
-            "LongformerForMaskedLM", "LongformerConfig", **_bert_like(attention_window=4, pad_token_id=1)
+        "electra": classes("ElectraForSequenceClassification", "ElectraConfig", **bert_like(embedding_size=16)),
+        "albert": decoder("AlbertForMaskedLM", "AlbertConfig", **bert_like(embedding_size=16)),
+        "xlnet": unmasked("XLNetLMHeadModel", "XLNetConfig", d_model=32, n_layer=3, n_head=4, d_inner=48, dropout=0.0),
+        "longformer": unmasked(
+            "LongformerForMaskedLM", "LongformerConfig", **bert_like(attention_window=4, pad_token_id=1)
         ),
-        "vit": _images("ViTForImageClassification", "ViTConfig", **_vit_like()),
-        "deit": _images("DeiTForImageClassification", "DeiTConfig", **_vit_like()),
-        "swin": _images(
+        "vit": images("ViTForImageClassification", "ViTConfig", **vit_like()),
+        "deit": images("DeiTForImageClassification", "DeiTConfig", **vit_like()),
+        "swin": images(
             "SwinForImageClassification",
             "SwinConfig",
             image_size=32,
@@ -373,14 +373,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             attention_probs_dropout_prob=0.0,
             drop_path_rate=0.0,
         ),
-        "convnext": _images(
+        "convnext": images(
             "ConvNextForImageClassification",
             "ConvNextConfig",
             hidden_sizes=[8, 16, 16, 32],
             depths=[1, 1, 1, 1],
             drop_path_rate=0.0,
         ),
-        "resnet": _images(
+        "resnet": images(
             "ResNetForImageClassification",
             "ResNetConfig",
             embedding_size=8,
@@ -392,10 +392,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "clip": _clip,
         "whisper": _whisper,
         "wav2vec2": _wav2vec2,
-        "mamba": _unmasked(
+        "mamba": unmasked(
             "MambaForCausalLM", "MambaConfig", hidden_size=32, state_size=4, num_hidden_layers=2, use_cache=False
         ),
-        "rwkv": _unmasked(
+        "rwkv": unmasked(
             "RwkvForCausalLM",
             "RwkvConfig",
             hidden_size=32,
@@ -408,10 +408,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def build(name: str) -> Made:
+def build(architecture: Architecture) -> Made:
     """Return an architecture's model in training mode (batch norms fixed) and float64, and its batch."""
     torch.manual_seed(0)
-    model, inputs = ARCHITECTURES[name].make()
+    model, inputs = architecture.make()
     wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     model.double().train()
     for module in model.modules():

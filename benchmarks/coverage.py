@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import architectures_more
 import torch
 import transformers
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ PLANS: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("3 stages", (1, 1, 1), 4),
     ("2+1 replicas", (2, 1), 3),
 )
+ARCHITECTURES = {**architectures.ARCHITECTURES, **architectures_more.ARCHITECTURES}
 NARROW = 2e-6  # where a model computes in float32 whatever its own dtype
 EXACT = 1e-9
 
@@ -91,7 +93,7 @@ def lay_out(blocks: int, replicas: Sequence[int], micro_batches: int, schedule: 
 
 def hold(name: str) -> Row:
     """Compile one architecture and hold it against one device."""
-    model, inputs = architectures.build(name)
+    model, inputs = architectures.build(ARCHITECTURES[name])
     loss, gradients = one_device(model, inputs)
     try:
         program = compile(model, Cluster.local(3), example_inputs=(), example_kwargs=inputs, costs="estimated")
@@ -166,7 +168,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = []
-    for name in chosen.names or architectures.ARCHITECTURES:
+    for name in chosen.names or ARCHITECTURES:
         begin = time.perf_counter()
         rows.append(hold(name))
         print(f"{rows[-1].text}  {time.perf_counter() - begin:.0f} s", flush=True)
