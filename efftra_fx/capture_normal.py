@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import is_opaque
 
 aten = torch.ops.aten
@@ -25,7 +26,10 @@ _LIKE_ONLY = frozenset({aten.randint_like.default, aten.randint_like.low_dtype})
 
 
 def make_normal(graph: fx.Graph) -> None:
-    """Drop checks, let views copy where they must, and spell out copies; changes the graph in place."""
+    """Drop checks, let views copy where they must, and spell out what depends on memory or on one row.
+
+    Changes the graph in place; raises CaptureError for a view of memory that its operand does not fill.
+    """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
@@ -39,6 +43,10 @@ def make_normal(graph: fx.Graph) -> None:
             _spell_random_leak(graph, node)
         elif node.target is aten.copy.default:
             _spell_copy(graph, node)
+        elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+            _squeeze_what_is_one(graph, node)
+        elif node.target is aten.as_strided.default:
+            _lay_out(graph, node)
         elif node.target is aten.masked_select.default and node.users and all(is_opaque(u.target) for u in node.users):
             _pad_selection(graph, node)
 
@@ -87,6 +95,55 @@ def _spell_random_leak(graph: fx.Graph, node: fx.Node) -> None:
         leaked = _like(graph.call_function(aten.mul.Tensor, (x, slopes)), node, node.meta["val"])
     node.replace_all_uses_with(leaked)
     graph.erase_node(node)
+
+
+def _squeeze_what_is_one(graph: fx.Graph, node: fx.Node) -> None:
+    """Name the dimensions that are squeezed, so that a part of one row keeps its dimension of rows."""
+    value: Any = node.args[0]
+    shape = value.meta["val"].shape
+    given = node.args[1] if len(node.args) > 1 else range(len(shape))
+    dims = [given] if isinstance(given, int) else list(given)  # type: ignore[arg-type]
+    ones = [d for d in dims if isinstance(d, int) and _is_one(shape[d])]
+    node.target, node.args = (aten.squeeze.dims, (value, ones)) if ones else (aten.alias.default, (value,))
+
+
+def _is_one(size: Any) -> bool:
+    return bool(size.node.expr == 1) if isinstance(size, torch.SymInt) else bool(size == 1)
+
+
+def _lay_out(graph: fx.Graph, node: fx.Node) -> None:
+    """Put the operand of a view of memory into memory as it was laid out when it was traced."""
+    value: Any = node.args[0]
+    fake = value.meta["val"]
+    offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    sizes, strides = [_hint(s) for s in fake.shape], [_hint(s) for s in fake.stride()]
+    order = sorted(range(fake.ndim), key=lambda d: (-strides[d], sizes[d] == 1))
+    dense = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != dense:
+            raise CaptureError(
+                f"as_strided reads memory around its operand of shape {sizes} and strides {strides}"
+                f"{_line(node)}; call contiguous() before it"
+            )
+        dense *= sizes[d]
+    if _hint(fake.storage_offset()) or (offset is not None and not isinstance(offset, int)):
+        raise CaptureError(f"as_strided reads memory before its operand{_line(node)}; call contiguous() before it")
+    with graph.inserting_before(node):
+        ordered = _like(graph.call_function(aten.permute.default, (value, order)), node, fake.permute(order))
+        filled = graph.call_function(aten.clone.default, (ordered,), {"memory_format": torch.contiguous_format})
+        _like(filled, node, fake.permute(order).clone(memory_format=torch.contiguous_format))
+    node.args = (filled, *node.args[1:3], offset or 0)
+    node.kwargs = {}
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _line(node: fx.Node) -> str:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in lines if line.startswith("File")]
+    return f" at {files[-1]}" if files else ""
 
 
 def _spell_copy(graph: fx.Graph, node: fx.Node) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import compiled
+from against_eager import assert_same, compiled, one_device, step
 from habits import Branches, Habit, Net, WithExperts, classes, cross_entropy, features, plain, triple
 from torch import Tensor, nn
 
@@ -88,6 +88,29 @@ def test_a_branch_of_the_whole_model_on_its_activations_is_refused_with_its_line
 def test_writing_into_an_input_is_refused() -> None:
     with pytest.raises(CaptureError, match="writes into its input .* in place; clone it"):
         captured(plain(lambda m, h, mask: h * mask.mul_(2), features(1)))
+
+
+@pytest.mark.parametrize("squeezed", [lambda h: h.squeeze(), lambda h: h.squeeze(0).squeeze(1), torch.squeeze])
+def test_a_squeeze_leaves_the_rows_of_a_part_of_one_row(squeezed: Any) -> None:
+    habit = plain(lambda m, h: squeezed(h.unsqueeze(1)))
+    assert_same(step(compiled(habit, stages=2, micro_batches=7), habit), one_device(habit), 1e-9)
+
+
+def test_a_view_of_memory_reads_memory_as_it_was_laid_out() -> None:
+    def windows(m: nn.Module, h: Tensor) -> Tensor:
+        turned = h.reshape(-1, 2, 3).transpose(0, 1)
+        return turned.as_strided((h.shape[0], 5, 2), (6, 1, 1)).sum(-1) @ h.new_ones(5, 6)
+
+    habit = plain(windows)
+    found = captured(habit)
+    node = next(n for n in found.gm.graph.nodes if n.target is torch.ops.aten.as_strided.default)
+    assert node.all_input_nodes[0].target is torch.ops.aten.clone.default
+    assert_same(step(compiled(habit, stages=2, micro_batches=3), habit), one_device(habit), 1e-9)
+
+
+def test_a_view_of_memory_around_its_operand_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"as_strided reads memory around its operand .*habits.py.*contiguous"):
+        captured(plain(lambda m, h: h[:, :3].as_strided((h.shape[0], 6), (6, 1))))
 
 
 def test_python_state_that_changes_from_call_to_call_is_found() -> None:
