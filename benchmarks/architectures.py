@@ -408,7 +408,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-def build(architecture: Architecture) -> Made:
+def build(name: str) -> Made:
+    """Return the model of an architecture of this file, and its batch."""
+    return made(ARCHITECTURES[name])
+
+
+def made(architecture: Architecture) -> Made:
     """Return an architecture's model in training mode (batch norms fixed) and float64, and its batch."""
     torch.manual_seed(0)
     model, inputs = architecture.make()

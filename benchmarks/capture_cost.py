@@ -35,7 +35,7 @@ CASES = ("gpt2", "gpt2 of 8 layers, width 256", "bert", "t5", "resnet")
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return a model and its batch."""
     if name in architectures.ARCHITECTURES:
-        return architectures.build(architectures.ARCHITECTURES[name])
+        return architectures.build(name)
     config = hf.GPT2Config(vocab_size=2048, n_embd=256, n_layer=8, n_head=8, n_positions=128)
     ids = torch.randint(0, 2048, (16, 128))
     return hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}

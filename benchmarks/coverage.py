@@ -93,7 +93,7 @@ def lay_out(blocks: int, replicas: Sequence[int], micro_batches: int, schedule: 
 
 def hold(name: str) -> Row:
     """Compile one architecture and hold it against one device."""
-    model, inputs = architectures.build(ARCHITECTURES[name])
+    model, inputs = architectures.made(ARCHITECTURES[name])
     loss, gradients = one_device(model, inputs)
     try:
         program = compile(model, Cluster.local(3), example_inputs=(), example_kwargs=inputs, costs="estimated")

@@ -74,6 +74,7 @@ from efftra_fx.variants import (
     describe_batch,
     lay_out,
 )
+from efftra_fx.varying import Traces
 from efftra_fx.world import Turns, World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -190,6 +191,7 @@ class CompiledModel:
         self._built: Built | None = None
         self._known_parameters: tuple[Built, dict[str, nn.Parameter]] | None = None
         self._variants: list[Built] = []  # the same step for batches of other forms
+        self._traces = Traces()
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, list[Evaluation]] = {}
 
@@ -218,6 +220,7 @@ class CompiledModel:
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
         self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
         self._variants.clear()
+        self._traces = Traces()
         self._executors.clear()
         if world is not None:
             self._prepare(front.rows)
@@ -366,12 +369,16 @@ class CompiledModel:
         problem: EfftraError | None = None
         built: Built | None = None
         try:
-            front = capture_again(self.model, self.built, call, tensors, self.options, reason)
+            front = capture_again(self.model, self._forms, self._traces, call, tensors, self.options, reason)
             built = lay_out(self.built, front, self.world, self.options.backend)
         except EfftraError as error:
             problem = error
         self.world.agree(problem, self.calls)
         assert built is not None
+        while self._traces.notes:
+            note = self._traces.notes.pop(0)
+            if self.world.first:
+                print(f"efftra_fx: {note}", file=sys.stderr)
         if len(self._variants) == MOST_VARIANTS:
             self._variants.clear()
             self._executors = {key: value for key, value in self._executors.items() if key[0] == 0}

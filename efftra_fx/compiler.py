@@ -56,6 +56,7 @@ from efftra_fx.plan import Plan, Stage
 from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
 from efftra_fx.trace import Captured, LossFn
+from efftra_fx.trace_check import check_capture
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 _FAST_BYTES_PER_S = 1e10
@@ -225,8 +226,15 @@ def _grown(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat(pieces, dim)
 
 
-def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: Options, report: Report) -> Front:
-    """Capture a step, check it against eager, prove how it follows the batch, and fold it into blocks."""
+def front_end(
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    options: Options,
+    report: Report,
+    captured: Captured | None = None,
+) -> Front:
+    """Capture a step unless it is given, check it against eager, prove how it follows the batch, and fold it."""
     models = (model, options.loss_fn) if isinstance(options.loss_fn, nn.Module) else (model,)
     check_hooks(*models)
     given = tensors
@@ -234,18 +242,21 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
     divided = options.loss_reduction is not None
-    captured = capture_step(
-        model,
-        call,
-        whole,
-        small,
-        dims,
-        options.loss_fn,
-        options.check_capture,
-        report.timed,
-        divided,
-        options.loss_as_it_is,
-    )
+    if captured is None:
+        captured = capture_step(
+            model,
+            call,
+            whole,
+            small,
+            dims,
+            options.loss_fn,
+            options.check_capture,
+            report.timed,
+            divided,
+            options.loss_as_it_is,
+        )
+    else:
+        check_capture(model, captured, small, options.loss_fn)
     report.graph("trace", captured.gm)
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
     parameters = [role for role in roles if role.kind == "parameter"]
@@ -257,7 +268,7 @@ def front_end(model: nn.Module, call: Call, tensors: Sequence[Tensor], options: 
     begin = time.perf_counter()
     values = model_tensors(model, options.loss_fn, captured.gm)
     loss_dtype = next(n for n in captured.gm.graph.nodes if n.op == "output").args[0][0].meta["val"].dtype
-    names, alone, gm = list(call.tensor_names), None, captured.gm
+    names, alone, gm = list(call.tensor_names), None, copy_graph(captured.gm)
     if options.rng == "layout_free":
         gm = run_passes(gm, (LayoutFree(dims),), ("role", "outputs"), lambda name, graph, _: report.graph(name, graph))
         if draws_alike(gm):

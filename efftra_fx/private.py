@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 
 @functools.cache
@@ -112,3 +113,12 @@ def hook_numbers(model: torch.nn.Module) -> tuple[int, ...]:
             for others in (module._backward_hooks, module._backward_pre_hooks):
                 numbers += others
     return tuple(numbers)
+
+
+def shapes_in_python() -> AbstractContextManager[None]:
+    """Return a guard under which composite operators are taken apart by torch's Python rules, as its tracer does.
+
+    Those in C++ would take symbolic sizes for numbers (that of LSTM does).
+    """
+    guard: AbstractContextManager[None] = enable_python_dispatcher()
+    return guard

@@ -178,16 +178,19 @@ def capture(
     want: str = "loss",
     whole_loss: str = "",
     divided: bool = False,
+    moving: Sequence[Sequence[int]] = (),
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
     Leaves with a batch dimension get a symbolic size there; where the model fixes that
-    size, the graph is captured at the size of the example and `symbolic` is False.
+    size, the graph is captured at the size of the example and `symbolic` is False. So do each leaf's
+    `moving` dimensions where the model allows it.
     With `whole_loss`, a reason, the loss function is one node that sees the whole batch; or, if it may be
     `divided`, the part at hand.
     Raises CaptureError where the model cannot be captured.
     """
-    attempt = _Attempt(model, call, distinct(tensors), tuple(batch_leaves), loss_fn, want, flags=flags_of(model))
+    dims = tuple(batch_leaves)
+    attempt = _Attempt(model, call, distinct(tensors), dims, loss_fn, want, flags=flags_of(model), moving=moving)
     if whole_loss:
         assert loss_fn is not None
         attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt), divided)
@@ -219,6 +222,7 @@ class _Attempt:
     opaque: dict[str, str] = field(default_factory=dict)
     watches: tuple[Watch, Watch] | None = None
     whole_loss: WholeLoss | None = None
+    moving: Sequence[Sequence[int]] = ()
 
     def capture(self) -> Captured:
         """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
@@ -234,12 +238,12 @@ class _Attempt:
             stack.enter_context(averages_of_all_batches())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
-            program = _export(step, self.tensors, self.batch_leaves)
+            program = _export(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = _plain_graph(program, step, asked)
         tree = trees[-1] if trees else None
         symbolic = _is_symbolic(gm, self.batch_leaves)
-        if not symbolic and found is None:
+        if not symbolic and found is None and not self.moving:
             gm = self.aligned(step, gm)
             symbolic = _is_symbolic(gm, self.batch_leaves)
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
@@ -370,9 +374,17 @@ def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
                 buffer.copy_(value)
 
 
-def _export(step: _Step, tensors: tuple[Tensor, ...], batch_leaves: Sequence[int | None]) -> ExportedProgram:
+def _export(
+    step: _Step,
+    tensors: tuple[Tensor, ...],
+    batch_leaves: Sequence[int | None],
+    moving: Sequence[Sequence[int]] = (),
+) -> ExportedProgram:
     auto: Any = Dim.AUTO
     shapes = [None if dim is None else {dim: auto} for dim in batch_leaves]
+    for index, dims in enumerate(moving):
+        if dims:
+            shapes[index] = {**(shapes[index] or {}), **dict.fromkeys(dims, auto)}
     modes = {name: module.training for name, module in step.model.named_modules()}
     logged = logging.root.manager.disable
     try:

@@ -14,13 +14,14 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
-from efftra_fx.compiler import Front, Options, Report, back_end, check_inputs, front_end
-from efftra_fx.errors import EfftraError, InputError, PlanError
+from efftra_fx.compiler import Front, Options, Report, back_end, check_inputs, find_batch, front_end
+from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
 from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
 from efftra_fx.signature import Call, describe
 from efftra_fx.trace import flags_of
+from efftra_fx.varying import Form, Traces, named_state, specialise
 from efftra_fx.world import World
 
 MOST_VARIANTS = 32
@@ -97,14 +98,41 @@ def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
 
 
 def capture_again(
-    model: nn.Module, base: Built, call: Call, tensors: Sequence[Tensor], options: Options, reason: str
+    model: nn.Module,
+    forms: Sequence[Built],
+    traces: Traces,
+    call: Call,
+    tensors: Sequence[Tensor],
+    options: Options,
+    reason: str,
 ) -> Front:
-    """Capture the step for a new form of batch; raises InputError that says what differs and why it cannot be had."""
-    known = {name: dim for name, dim in base.front.dims.items() if name in call.tensor_names}
+    """Capture the step for a new form of batch; one that differs in sizes alone comes from one trace for all sizes.
+
+    Raises InputError that says what differs and why it cannot be had.
+    """
+    known = {name: dim for name, dim in forms[0].front.dims.items() if name in call.tensor_names}
+    options = replace(options, batch_dims={**known, **options.batch_dims})
+    met = [_met(form.front) for form in forms]
     try:
-        return front_end(model, call, tensors, replace(options, batch_dims={**known, **options.batch_dims}), Report())
+        _, leaves = find_batch(call, tensors, options.batch_dims)
+        varying = None
+        if not options.loss_as_it_is:
+            varying = traces.find(model, call, tensors, leaves, options.loss_fn, met)
+        if varying is not None:
+            try:
+                captured = specialise(varying, call, tensors, named_state(model, options.loss_fn))
+                return front_end(model, call, tensors, options, Report(), captured)
+            except CaptureError as error:
+                traces.notes.append(f"this batch is captured apart, since in the trace for all sizes {error}")
+        front = front_end(model, call, tensors, options, Report())
+        traces.join(call, front.captured, tensors, met)
+        return front
     except EfftraError as error:
         raise InputError(f"{reason}; the step was captured again for this batch, but {error}") from error
+
+
+def _met(front: Front) -> Form:
+    return front.captured, [front.examples[name] for name in front.captured.call.tensor_names]
 
 
 def lay_out(base: Built, front: Front, world: World, backend: str | None = None) -> Built:

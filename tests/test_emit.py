@@ -13,6 +13,8 @@ import pytest
 import torch
 from stage_models import MODELS, export_case
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -307,6 +309,17 @@ def test_below_autograd_holds_for_its_thread_and_its_time() -> None:
     assert (w * 2).requires_grad
     with torch.autocast("cpu", torch.bfloat16), private.below_autograd():
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_shapes_in_python_keep_a_recurrent_nets_rows_symbolic() -> None:
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    rows: Any = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.STATIC, DimDynamic.STATIC])
+    x = fakes.from_tensor(torch.randn(5, 3, 4), symbolic_context=rows)
+    weights = [fakes.from_tensor(w.detach()) for w in torch.nn.LSTM(4, 4).parameters()]
+    with fakes, private.shapes_in_python():
+        zeros = torch.zeros(1, x.shape[0], 4)
+        out = aten.lstm.input(x, [zeros, zeros], weights, True, 1, 0.0, True, False, True)[0]
+    assert not out.shape[0].node.expr.is_number
 
 
 def test_composite_operators_with_a_kernel_of_their_own_are_not_taken_apart() -> None:

@@ -11,6 +11,8 @@ from against_eager import assert_same, compiled, one_device, step
 from habits import ROWS, Branches, Habit, Net, classes, cross_entropy, features
 from torch import Tensor, nn
 
+import efftra_fx.captured_step
+import efftra_fx.varying
 from efftra_fx import CompiledModel
 from efftra_fx.errors import InputError
 
@@ -80,6 +82,94 @@ def test_a_form_that_was_met_is_not_captured_again(mixer: tuple[nn.Module, Compi
     forms = len(program._forms)
     program.step(*tokens(3)[0], target=tokens(3)[2])
     assert len(program._forms) == forms
+
+
+def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every trace fail from now on."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a trace was made")
+
+    monkeypatch.setattr(efftra_fx.captured_step, "capture", traced)
+    monkeypatch.setattr(efftra_fx.varying, "capture", traced)
+
+
+class Recurrent(nn.Module):
+    """A recurrent net, whose length a tracer fixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.run, self.out = nn.Embedding(9, 6), nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.out(self.run(self.table(ids))[0]).flatten(0, 1)
+        return out
+
+
+class Longer(Mixer):
+    """Another way from a length of eight on."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        out = super().forward(ids, mask)
+        return out * 3 if ids.shape[1] >= 8 else out
+
+
+class Looping(Mixer):
+    """A loop over the length."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        out = super().forward(ids, mask)
+        for _ in range(ids.shape[1] - 2):
+            out = out + torch.sin(out)
+        return out
+
+
+def holds_for(model: nn.Module, program: CompiledModel, *lengths: int) -> None:
+    """Fail unless a step of each length is one device's."""
+    for length in lengths:
+        args, kwargs, target = tokens(length)
+        habit = Habit(model, args, target, loss, kwargs)
+        assert_same(step(program, habit), one_device(habit), 1e-9)
+
+
+def program_of(model: nn.Module, length: int) -> CompiledModel:
+    """Return a model compiled for a length."""
+    torch.manual_seed(0)
+    args, kwargs, target = tokens(length)
+    return compiled(Habit(model.double(), args, target, loss, kwargs), stages=2, replicas=(2, 1), micro_batches=2)
+
+
+@pytest.mark.parametrize("model", [Mixer(), Recurrent()])
+def test_from_the_third_length_on_no_trace_is_made(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(model, 5)
+    holds_for(model, program, 7)
+    forbid_tracing(monkeypatch)
+    holds_for(model, program, 3, 9, 2)
+
+
+def test_a_length_that_takes_another_way_and_a_length_of_one_are_captured_apart() -> None:
+    model = Longer()
+    holds_for(model, program_of(model, 5), 6, 8, 1, 6)
+
+
+def test_a_loop_over_the_length_is_captured_for_each_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Looping()
+    holds_for(model, program_of(model, 3), 4, 5)
+    told = "the step is captured anew for another size of 'ids', 'target', since it fixes dimension 1 of 'ids'"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_trace_for_all_sizes_that_is_not_the_model_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Mixer()
+    program = program_of(model, 5)
+    holds_for(model, program, 6)
+    (trace,) = program._traces.known
+    node = next(n for n in trace.captured.gm.graph.nodes if n.target is torch.ops.aten.softmax.int)
+    node.target = torch.ops.aten.log_softmax.int
+    holds_for(model, program, 7)
+    assert "this batch is captured apart, since in the trace for all sizes the loss" in capsys.readouterr().err
 
 
 def test_a_batch_that_takes_another_branch_is_captured_again() -> None:

@@ -1,0 +1,334 @@
+"""One trace for every size of the dimensions that vary from batch to batch.
+
+Once a second size of a dimension is met (another length, say), the step is captured with that
+dimension as a symbol too. Every further size is then put into that one trace: fake tensors of the
+real sizes run through its graph, numbers that follow the size become constants, and what is left
+is the graph that a capture at this size would give, with the rows alone still a symbol. Where the model fixes
+the dimension (a recurrent net, say), the traces at two sizes are joined into one. What the
+tracer has assumed of the symbols (a branch on the length) must hold for the new size, and the
+specialised graph is checked against eager like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from efftra_fx.capture_align import align
+from efftra_fx.errors import CaptureError, EfftraError
+from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
+from efftra_fx.private import shapes_in_python
+from efftra_fx.signature import Call, difference
+from efftra_fx.trace import Captured, LossFn, capture, flags_of
+
+Moving = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Varying:
+    """A step captured with some dimensions as symbols; `moving` are each tensor's, `example` the tensors it was of."""
+
+    captured: Captured
+    moving: Moving
+    example: tuple[Tensor, ...]
+
+    def fits(self, call: Call, tensors: Sequence[Tensor], flags: tuple[Any, ...]) -> bool:
+        """Say whether a batch differs from the example in rows and these dimensions alone, and the trace allows it."""
+        return (
+            self.captured.flags == flags
+            and difference(self.captured.call, call) is None
+            and moving_dims(self.example, tensors, self.captured.batch_leaves, self.moving) is not None
+            and self.holds(tensors)
+        )
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether everything that the tracer has assumed of the symbols holds for these sizes."""
+        sizes: dict[sympy.Symbol, int] = {}
+        environment: ShapeEnv | None = None
+        for node, tensor in zip(_inputs(self.captured.gm), tensors, strict=True):
+            for size, real in zip(node.meta["val"].shape, tensor.shape, strict=True):
+                if isinstance(size, torch.SymInt):
+                    environment = size.node.shape_env
+                    if isinstance(size.node._expr, sympy.Symbol) and sizes.setdefault(size.node._expr, real) != real:
+                        return False
+        if environment is None:
+            return True
+        for symbol, real in sizes.items():
+            bounds = environment.var_to_range.get(symbol)
+            if bounds is not None and not bool(bounds.lower <= real <= bounds.upper):
+                return False
+        assumed = [guard.expr for guard in environment.guards]
+        known = {a: b for a, b in environment.replacements.items() if a not in sizes}
+        return all(expr.xreplace(known).xreplace(sizes) is not sympy.false for expr in assumed)
+
+
+def moving_dims(
+    before: Sequence[Tensor], after: Sequence[Tensor], batch_leaves: Sequence[int | None], within: Moving | None = None
+) -> Moving | None:
+    """Return for each tensor the dimensions, rows apart, whose size is another one now.
+
+    None where dtypes or numbers of dimensions differ, where an empty dimension or one of size one
+    is met, or where a dimension outside of `within` differs.
+    """
+    found: list[tuple[int, ...]] = []
+    for index, (one, other, rows) in enumerate(zip(before, after, batch_leaves, strict=True)):
+        if one.dtype != other.dtype or one.ndim != other.ndim:
+            return None
+        dims = tuple(d for d in range(one.ndim) if d != rows and one.shape[d] != other.shape[d])
+        if any(min(one.shape[d], other.shape[d]) < 2 for d in dims):
+            return None
+        if within is not None and not set(dims) <= set(within[index]):
+            return None
+        found.append(dims)
+    return tuple(found)
+
+
+@dataclass
+class Traces:
+    """The traces that were made for all sizes; `fixed` are dimensions that the model fixes, and why.
+
+    `notes` are what nobody has been told yet.
+    """
+
+    known: list[Varying] = field(default_factory=list)
+    fixed: dict[Moving, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def find(
+        self,
+        model: nn.Module,
+        call: Call,
+        tensors: Sequence[Tensor],
+        batch_leaves: Sequence[int | None],
+        loss_fn: LossFn | None,
+        forms: Sequence[Form],
+    ) -> Varying | None:
+        """Return a trace that a batch can be put into; one is made where a known form differs in sizes alone."""
+        flags = flags_of(model)
+        for varying in self.known:
+            if varying.fits(call, tensors, flags):
+                return varying
+        moving = _moving_among(call, tensors, flags, forms)
+        rows = next(t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None)
+        if moving is None or moving in self.fixed or rows < _LEAST_ROWS:
+            return None
+        found = capture_varying(model, call, tensors, batch_leaves, moving, loss_fn)
+        if isinstance(found, Varying):
+            self.known.append(found)
+            return found if found.holds(tensors) else None
+        self.fixed[moving] = found
+        return None
+
+    def join(self, call: Call, captured: Captured, tensors: Sequence[Tensor], forms: Sequence[Form]) -> None:
+        """Make one trace for all sizes of two forms that differ in numbers alone, where the model fixes the sizes."""
+        for before, example in forms:
+            moving = _moving_among(call, tensors, captured.flags, [(before, example)])
+            reason = self.fixed.get(moving) if moving is not None else None
+            if moving is None or reason is None:
+                continue
+            found = _joined(before, example, captured, tensors, moving)
+            if found is not None:
+                self.known.append(found)
+            elif reason:
+                self.notes.append(f"the step is captured anew for another {_names(call, moving)}, since {reason}")
+                self.fixed[moving] = ""  # once is enough
+            return
+
+
+Form = tuple[Captured, Sequence[Tensor]]  # a step captured at these tensors' sizes
+_LEAST_ROWS = 3  # the tracer takes one row for no symbol, and rows must not look like lengths
+
+
+def _names(call: Call, moving: Moving) -> str:
+    return "size of " + ", ".join(f"'{name}'" for name, dims in zip(call.tensor_names, moving, strict=True) if dims)
+
+
+def _moving_among(
+    call: Call, tensors: Sequence[Tensor], flags: tuple[Any, ...], forms: Sequence[Form]
+) -> Moving | None:
+    """Return the dimensions in which a batch differs from forms that are otherwise alike; None without such a form."""
+    moving: Moving | None = None
+    for captured, example in forms:
+        if captured.flags != flags or difference(captured.call, call) is not None:
+            continue
+        dims = moving_dims(example, tensors, captured.batch_leaves)
+        if dims is not None and any(dims):
+            moving = (
+                dims if moving is None else tuple(tuple(sorted({*a, *b})) for a, b in zip(moving, dims, strict=True))
+            )
+    return moving
+
+
+def _joined(
+    before: Captured, example: Sequence[Tensor], captured: Captured, tensors: Sequence[Tensor], moving: Moving
+) -> Varying | None:
+    """Return one trace from two captured at two sizes: numbers that follow the size are computed from it."""
+    places = [(index, d) for index, dims in enumerate(moving) for d in dims]
+    pairs = {(example[index].shape[d], tensors[index].shape[d]) for index, d in places}
+    plain = not (
+        before.opaque or captured.opaque or before.whole_loss or captured.whole_loss or before.guards or captured.guards
+    )
+    if len(pairs) != 1 or not plain or not _same_constants(before.gm, captured.gm):
+        return None
+    index, dim = places[0]
+    try:
+        gm = align(before.gm, captured.gm, pairs.pop(), (captured.call.tensor_names[index], dim))
+    except CaptureError:  # the two differ in more than numbers; each size is captured, as was said
+        return None
+    return Varying(replace(before, gm=gm), moving, tuple(example))
+
+
+def _same_constants(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    a, b = CONSTANTS[one], CONSTANTS[other]
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def capture_varying(
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    batch_leaves: Sequence[int | None],
+    moving: Moving,
+    loss_fn: LossFn | None,
+) -> Varying | str:
+    """Capture a step with the moving dimensions as symbols; return why not where the model fixes them."""
+    used = {size for t, dims in zip(tensors, moving, strict=True) for size in (t.shape[d] for d in dims)}
+    example = _other_rows(tensors, batch_leaves, used)
+    if example is None:
+        return "the batch has too few rows to tell rows from lengths"
+    try:
+        captured = capture(model, call, example, batch_leaves, loss_fn, moving=moving)
+    except EfftraError as error:
+        return str(error)
+    if captured.opaque or captured.whole_loss or (captured.guards is not None and captured.guards.lines):
+        return "it decides by values"
+    if not captured.symbolic:
+        return "it fixes the number of rows"
+    for name, node, dims in zip(call.tensor_names, _inputs(captured.gm), moving, strict=True):
+        fixed = [d for d in dims if _number(node.meta["val"].shape[d]) is not None]
+        if fixed:
+            return f"it fixes dimension {fixed[0]} of '{name}'"
+    return Varying(captured, moving, tuple(example))
+
+
+def _other_rows(tensors: Sequence[Tensor], batch_leaves: Sequence[int | None], used: set[int]) -> list[Tensor] | None:
+    """Return the tensors with a number of rows that no moving dimension has, so that no symbol stands for both."""
+    rows = next(t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None)
+    count = next((n for n in range(rows, 1, -1) if n not in used), None)
+    if count is None:
+        return None
+    return [t if d is None else t.narrow(d, 0, count) for t, d in zip(tensors, batch_leaves, strict=True)]
+
+
+def specialise(varying: Varying, call: Call, tensors: Sequence[Tensor], values: Mapping[str, Tensor]) -> Captured:
+    """Return the captured step for the sizes of these tensors, rows still a symbol.
+
+    `values` are the model's parameters and buffers by name. Raises CaptureError for sizes that an operator refuses.
+    """
+    general = varying.captured
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    graph = fx.Graph()
+    writer = _Writer(graph, fakes)
+    leaves = iter(zip(tensors, general.batch_leaves, strict=True))
+    for node in general.gm.graph.nodes:
+        if node.op == "placeholder":
+            role = ROLE[node]
+            if role.kind == "input":
+                tensor, rows = next(leaves)
+                writer.copy(node, _fake(fakes, tensor, rows))
+            else:
+                held = CONSTANTS[general.gm] if role.kind == "constant" else values
+                writer.copy(node, _fake(fakes, held[role.name], None))
+        elif node.op == "output":
+            graph.output(writer.operands(node.args[0], writer.nodes))
+        elif node.op == "get_attr":
+            writer.copy(node, getattr(general.gm, str(node.target)))
+        else:
+            writer.run(node)
+    graph.eliminate_dead_code()
+    gm = fx.GraphModule(general.gm, graph)
+    OUTPUTS[gm], CONSTANTS[gm] = OUTPUTS[general.gm], CONSTANTS[general.gm]
+    if not all(
+        dim is None or _number(node.meta["val"].shape[dim]) is None
+        for node, dim in zip(_inputs(gm), general.batch_leaves, strict=True)
+    ):
+        raise CaptureError("an operator fixes the number of rows at this size")
+    return replace(general, gm=gm, call=call)
+
+
+def named_state(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a captured step reads, by the names in its roles."""
+    found: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if isinstance(loss_fn, nn.Module):
+        for name, tensor in (*loss_fn.named_parameters(), *loss_fn.named_buffers()):
+            found[f"loss_fn.{name}"] = tensor
+    return found
+
+
+def _fake(fakes: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
+    """Return a fake of a tensor with its rows as a symbol, the same for all tensors with as many rows."""
+    sizes = [DimDynamic.DUCK if d == rows else DimDynamic.STATIC for d in range(tensor.ndim)]
+    return fakes.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(sizes))
+
+
+class _Writer:
+    """Copy nodes into a graph while fake values run through them; sizes that have become numbers are written out."""
+
+    def __init__(self, graph: fx.Graph, fakes: FakeTensorMode) -> None:
+        self.graph, self.fakes = graph, fakes
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: dict[fx.Node, Any] = {}  # a node of the new graph, or a number
+
+    def run(self, node: fx.Node) -> None:
+        """Compute a node's fake value; copy it unless that is a number."""
+        args, kwargs = self.operands((node.args, node.kwargs), self.values)
+        target: Any = node.target
+        try:
+            with self.fakes, shapes_in_python(), torch.no_grad():
+                value = target(*args, **kwargs)
+        except Exception as error:  # whatever an operator raises for sizes that it does not take
+            raise CaptureError(f"{node.name} does not take this size: {str(error).splitlines()[0]}") from error
+        number = _number(value)
+        if number is None:
+            self.copy(node, value)
+        else:
+            self.values[node] = self.nodes[node] = number
+
+    def copy(self, node: fx.Node, value: Any) -> None:
+        """Copy a node with this value."""
+        args, kwargs = self.operands((node.args, node.kwargs), self.nodes)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        copy.meta.update({k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")})
+        if ROLE.on(node):
+            ROLE[copy] = ROLE[node]
+        for key in (PATH, SOURCE):
+            if key.on(node):
+                key[copy] = key[node]
+        copy.meta["val"] = value
+        self.values[node], self.nodes[node] = value, copy
+
+    def operands(self, given: Any, known: Mapping[fx.Node, Any]) -> Any:
+        """Return arguments with every node replaced."""
+        return fx.node.map_arg(given, lambda n: known[n])
+
+
+def _number(value: Any) -> int | float | bool | None:
+    """Return a value that does not follow the rows as a plain number, None for anything else."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and value.node.expr.is_number:
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+        number: int | float | bool = kind(value)
+        return number
+    return None
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "input"]
