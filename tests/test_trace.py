@@ -90,6 +90,24 @@ def test_writing_into_an_input_is_refused() -> None:
         captured(plain(lambda m, h, mask: h * mask.mul_(2), features(1)))
 
 
+def test_a_norm_of_one_row_has_its_gradient_however_that_is_laid_out() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut, self.norm, self.out = nn.Conv2d(1, 4, 2, 2), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            patches = self.norm(self.cut(x.reshape(-1, 1, 6, 6))).flatten(2).transpose(1, 2)
+            out: Tensor = (self.out(patches) ** 2 * patches.new_tensor(range(1, 10))[:, None]).sum(1)
+            return out
+
+    torch.manual_seed(0)
+    model = Patches().double()
+    model.norm.eval()
+    habit = Habit(model, (features(36),), classes(), cross_entropy)
+    assert_same(step(compiled(habit, stages=2, micro_batches=7), habit), one_device(habit), 1e-9)
+
+
 @pytest.mark.parametrize("squeezed", [lambda h: h.squeeze(), lambda h: h.squeeze(0).squeeze(1), torch.squeeze])
 def test_a_squeeze_leaves_the_rows_of_a_part_of_one_row(squeezed: Any) -> None:
     habit = plain(lambda m, h: squeezed(h.unsqueeze(1)))
