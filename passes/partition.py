@@ -38,6 +38,7 @@ POSITIONS = 28  # cut positions that it looks at
 MOST_MICRO_BATCHES = 512
 MOST_ALTERNATIVES = 10
 CLOSE_SEED = 1.07  # times the best: placements that are worked out
+MOST_TRIED = 1  # so many other numbers of micro-batches are refined although they look no better at first
 MOST_STARTS = 16  # plans of the dynamic program that are refined, under one placement
 
 
@@ -347,7 +348,7 @@ def polish(search: Search, seeds: list[Seed]) -> int:
                     settings = orders_of(search.request, other)
                     values[other] = float(search.estimate(layout, other, settings, to_batch(shapes), 1.5).min())
             other = min(values, key=lambda one: (values[one], one), default=0)
-            if not other or values[other] >= front[0][0]:
+            if not other or (values[other] >= front[0][0] and len(tried) > MOST_TRIED):
                 break
             tried.add(other)
             front = refine(search, layout, other, orders_of(search.request, other), shapes, 3, 8)

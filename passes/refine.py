@@ -285,7 +285,7 @@ def ranked(
     kept = order[:most]
     depths = {len(shape[1]) for _, shape in kept}
     for value, shape in order[most:]:
-        if value > kept[0][0] * CLOSE_DEPTH:
+        if value > kept[0][0] * CLOSE_DEPTH or len(kept) == 2 * most:
             break
         if len(shape[1]) not in depths:
             depths.add(len(shape[1]))
