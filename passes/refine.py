@@ -16,6 +16,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # cuts, c
 STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987)
 CLOSE_DEPTH = 1.05  # times the best: the best of another number of stages goes on
 WANTED = 24  # of the neighbours in a round, those whose step must be known
+LARGE = 64  # devices
 LONG = 200  # micro-batches from which on the formula leads and the replay has only the last word
 TOGETHER = (-13, -8, -5, -3, -2, -1, 1, 2, 3, 5, 8, 13)
 PAIRS = 12  # up to so many stages a device may move between any two
@@ -232,7 +233,7 @@ def refine(
     starts = list(dict.fromkeys(starts))
     if not starts:
         return []
-    long = micro_batches >= LONG
+    long = formula_leads(search, micro_batches)
     seen = set(starts)
     front = ranked([], starts, priced(search, layout, micro_batches, settings, starts, 2.0, beam), beam)
     pool = front
@@ -258,6 +259,11 @@ def refine(
     return front
 
 
+def formula_leads(search: Search, micro_batches: int) -> bool:
+    """Whether plans are sorted by the formula, and only the best replayed: on large clusters sooner."""
+    return micro_batches >= (LONG if len(search.cluster.devices) <= LARGE else LONG // 4)
+
+
 def priced(
     search: Search,
     layout: Layout,
@@ -268,7 +274,7 @@ def priced(
     wanted: int,
 ) -> Floats:
     """Step seconds of some shapes: replayed, or by the formula where a replay is long."""
-    if micro_batches >= LONG:
+    if formula_leads(search, micro_batches):
         return search.estimate(layout, micro_batches, settings, to_batch(shapes), prune)
     return search.offer(layout, micro_batches, settings, to_batch(shapes), prune, wanted)
 
