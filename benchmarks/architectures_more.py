@@ -739,7 +739,7 @@ _SPEECH: dict[str, Callable[[], Made]] = {
     "unispeech": _speech("UniSpeechForCTC", "UniSpeechConfig"),
     "wavlm": _speech("WavLMForCTC", "WavLMConfig"),
     "data2vec_audio": _speech("Data2VecAudioForCTC", "Data2VecAudioConfig", conv_pos_kernel_size=3),
-    "wav2vec2_conformer": _speech("Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerConfig"),
+    "wav2vec2_conformer": _speech("Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerConfig", conformer_conv_dropout=0.0),
     "audio_spectrogram": _audio_spectrogram,
     "patchtst": _patchtst,
 }
