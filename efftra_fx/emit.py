@@ -25,6 +25,9 @@ from efftra_fx.sums import Sums, find_sums
 
 _FILES = itertools.count()
 
+# Written as a reshape: a real kernel may lay its result out otherwise than its fake one, so that no view exists.
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
 
 class Emitted(Protocol):
     """A generated function; `source` is its text."""
@@ -175,6 +178,8 @@ class _Writer:
             first, *rest = (self.text(node.args[index]) for index in _first(over.operand, len(node.args)))
             rest += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
             return f"{first}.{over.method}({', '.join(rest)})"
+        elif node.target in _VIEWS and not kwargs and len(node.args) == 2:
+            spelling = Spelling(None, "reshape", spread=isinstance(node.args[1], (list, tuple)) and bool(node.args[1]))
         elif isinstance(node.target, torch._ops.OpOverload):
             boxed = Spelling(private.boxed(node.target))
             spelling = boxed if self.boxed else _spell(node.target, node.args, kwargs)

@@ -393,3 +393,15 @@ def test_one_value_may_be_added_into_two_tensors() -> None:
     emit(graph_of(build, "x", "y"), into=[0, 1])(x, y, into)
     torch.testing.assert_close(into[0], 1 + x @ y)
     torch.testing.assert_close(into[1], x @ y)
+
+
+def test_a_view_of_what_a_kernel_laid_out_otherwise_than_planned_is_copied() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 6)
+    graph.output((graph.call_function(aten.view.default, (x, [3, 8])),))
+    run = emit(fx.GraphModule(torch.nn.Module(), graph))
+    laid_out = torch.randn(6, 4).t()
+    assert torch.equal(run(laid_out)[0], laid_out.reshape(3, 8))
+    dense = torch.randn(4, 6)
+    assert run(dense)[0].data_ptr() == dense.data_ptr(), "what can be seen without a copy is not copied"
