@@ -26,7 +26,14 @@ from efftra_fx.build import (
     place,
     stage_times,
 )
-from efftra_fx.check import CheckReport, compare_gradients, loss_tolerance, one_device_graph, one_device_step
+from efftra_fx.check import (
+    CheckReport,
+    compare_gradients,
+    loss_tolerance,
+    one_device_graph,
+    one_device_step,
+    random_note,
+)
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
 from efftra_fx.cost import CostTable
@@ -553,9 +560,9 @@ class CompiledModel:
         times, results, form, batch = self._timed_steps(args, kwargs, target, max(repeats, 1))
         gradients = self._whole_gradients(results)
         found: list[Any] = []
+        front = self._forms[form].front
         if self.world.first:
             call, tensors = read_call(self.model.forward, args, kwargs, target)
-            front = self._forms[form].front
             runs = [
                 one_device_step(self.model, state, call, list(tensors), self.options.loss_fn, 0)
                 if front.alone is None
@@ -565,7 +572,8 @@ class CompiledModel:
             loss, expected, _ = runs[-1]
             found = [loss, *compare_gradients(expected, gradients), median(run[2] for run in runs)]
         one_loss, worst, name, tolerance, one_s = self.world.broadcast(found)
-        notes = self.built.front.notes
+        drawn = random_note(front.gm, front.tail.random) if front.alone is None else ()
+        notes = (*self.built.front.notes, *drawn)
         planned = _loss(results)
         apart = max(loss_tolerance(planned.dtype), tolerance)
         report = CheckReport(float(planned), one_loss, worst, name, tolerance, median(times), one_s, notes, apart)

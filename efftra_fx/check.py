@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import hooked
-from efftra_fx.meta import ROLE
+from efftra_fx.meta import PATH, ROLE
+from efftra_fx.passes.batch import is_random
 from efftra_fx.signature import Call
 from efftra_fx.trace import LossFn, loss_of
 
@@ -124,6 +125,19 @@ def one_device_graph(
         if g is not None
     }
     return float(loss.detach()), gradients, seconds
+
+
+def random_note(gm: fx.GraphModule, tail_draws: bool) -> tuple[str, ...]:
+    """Say what of a step draws random numbers part by part, so that it cannot equal one device."""
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and is_random(node)]
+    places = list(dict.fromkeys(PATH.get(node) or node.name for node in nodes)) + ["the loss"] * tail_draws
+    if not places:
+        return ()
+    shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+    return (
+        f"random numbers of {shown} are drawn by each part of the batch and are not those of one device; "
+        "to compare with it compile with rng='layout_free', or set their probabilities to zero",
+    )
 
 
 def loss_tolerance(dtype: torch.dtype) -> float:

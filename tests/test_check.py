@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from models import NORMED, ZOO
 from rig import lay_out, rig_of
+from torch import nn
 
+from efftra_fx import Cluster, compile
 from efftra_fx.check import CheckReport, compare_gradients
 
 MLP = ZOO["mlp"]
@@ -97,3 +100,15 @@ def test_a_gradient_that_is_nothing_but_rounding_may_be_other_rounding() -> None
     assert worst <= tolerance
     worst, name, tolerance = compare_gradients({"w": large, "b": noise}, {"w": large, "b": other * 1e4})
     assert worst > tolerance and name == "b"
+
+
+@pytest.mark.parametrize("rng", ["plan", "layout_free"])
+def test_a_step_that_draws_by_parts_says_why_it_is_not_that_of_one_device(rng: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    fixed: Any = dict(stages=2, micro_batches=2, costs="estimated", rng=rng)
+    loss = nn.functional.mse_loss
+    program = compile(model, Cluster.local(2), example_inputs=(x,), example_target=y, loss_fn=loss, **fixed)
+    report = program.check(x, target=y, show=False)
+    assert report.matches == (rng == "layout_free")
+    assert any("random numbers of 1 are drawn by each part" in note for note in report.notes) == (rng == "plan")
