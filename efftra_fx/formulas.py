@@ -149,7 +149,9 @@ def routes(
         between = m - 1 - stage.flying
         for e in range(s, last + 1):
             ahead = multiplicity * (e - s) + 1
-            times = sp.floor(between / sp.Integer(ahead)) if isinstance(between, sp.Expr) else between // ahead
+            # of whole numbers between // ahead, too, but half a step away from where rounding would turn it over
+            middle = (2 * between + 1) / sp.Integer(2 * ahead)
+            times = sp.floor(middle) if isinstance(between, sp.Expr) else between // ahead
             left = (between - ahead * times) * own
             yield Route("loop", s, e, begin, times, ways.trip(s, e), left + end, between >= 0)
 

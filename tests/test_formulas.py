@@ -62,6 +62,12 @@ def test_no_schedule_ends_before_the_formula(depth: int, data: st.DataObject, m:
         assert formula == pytest.approx(replayed, rel=1e-12)
 
 
+def test_whole_loops_are_counted_without_rounding() -> None:
+    """Of four micro-batches three are in flight: no loop of three more is left, whatever a third rounds to."""
+    first, last = (0.0, 0.1, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0)
+    assert numeric_step(2, "1f1b", 2)(4, *first, 3.0, *last, 1.0) == pytest.approx(0.4, rel=1e-12)
+
+
 def test_two_equal_stages_without_transfers_are_the_textbook_pipeline() -> None:
     """(m + S - 1) (f + b) for f = 1, b = 2, S = 2, m = 4, and nothing reduced."""
     stage = (1.0, 2.0, 0.0, 0.0, 0.0)
