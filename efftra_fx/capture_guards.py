@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, ROLE, Role
 from efftra_fx.places import decides_an_error, line_of_caller
+from efftra_fx.walks import ancestors
 
 _METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 Ask = Callable[[Any, str, bool, Callable[[], Any]], Any]
@@ -215,23 +216,12 @@ def split_guards(
 
 def _reads(node: fx.Node) -> bool:
     """Say whether a value needs more than constants."""
-    needed = _ancestors([node])
+    needed = ancestors([node])
     return any(n.op == "placeholder" and ROLE[n].kind != "constant" for n in needed)
 
 
-def _ancestors(results: Sequence[Any]) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    pending = [n for n in results if isinstance(n, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    return needed
-
-
 def _copy(gm: fx.GraphModule, results: Sequence[Any]) -> fx.Graph:
-    needed = _ancestors(results)
+    needed = ancestors(results)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from efftra_fx.meta import OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.places import line_of_caller
 from efftra_fx.private import running_sequence_number
+from efftra_fx.walks import ancestors
 
 _WHOLE = 1 << 14  # elements up to which a value is kept whole
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.float16: 5e-3, torch.bfloat16: 1e-2}
@@ -228,7 +229,7 @@ def differs_backward(gm: fx.GraphModule, operands: Sequence[Any], record: EagerR
     reached = {n for n, g in gradients.items() if any(t is not None for t in g)}
     wrong = {
         n: not (n in reached and all(t is None or record.backward.has(t) for t in gradients[n]))
-        for n in _leading(gm, reached)
+        for n in ancestors(_results(gm)[: OUTPUTS[gm].loss]) | reached
     }
     found = _walk(start, wrong, lambda n: [u for u in n.users if u in wrong])
     node = next(n for n in reversed(gm.graph.nodes) if n in found)
@@ -269,19 +270,6 @@ def _results(gm: fx.GraphModule) -> Sequence[Any]:
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     results: Sequence[Any] = output.args[0]
     return results
-
-
-def _leading(gm: fx.GraphModule, reached: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that lead to the loss, whether gradients come back through them or not."""
-    loss = _results(gm)[: OUTPUTS[gm].loss]
-    found: set[fx.Node] = set()
-    pending = [n for n in loss if isinstance(n, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found | reached
 
 
 Gradients = dict[fx.Node, list[Tensor | None]]

@@ -30,11 +30,12 @@ from torch import fx
 
 from efftra_fx.emit import Emitted, emit
 from efftra_fx.errors import DifferentiateError
+from efftra_fx.walks import ancestors
 
 from .deferred import Product, find_product
 from .gradients import own_gradients, separate
 from .joint import Joint, record_joint
-from .slices import ancestors, cut, is_check, is_random, storage_bytes
+from .slices import cut, is_check, is_random, storage_bytes
 
 
 @dataclass(frozen=True, eq=False)

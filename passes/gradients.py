@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from efftra_fx.walks import descendants
+
 from .joint import Joint
-from .slices import descendants, storages
+from .slices import storages
 
 aten = torch.ops.aten
 

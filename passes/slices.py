@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from efftra_fx.errors import DifferentiateError
-
-
-def ancestors(values: Iterable[Any], sources: Set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that `values` need, stopping at (and including) the sources they reach."""
-    reached: set[fx.Node] = set()
-    waiting = [value for value in values if isinstance(value, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node in reached:
-            continue
-        reached.add(node)
-        if node not in sources:
-            waiting.extend(node.all_input_nodes)
-    return reached
-
-
-def descendants(graph: fx.Graph, roots: Set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on any of `roots`, the roots included."""
-    reached = set(roots)
-    for node in graph.nodes:
-        if any(value in reached for value in node.all_input_nodes):
-            reached.add(node)
-    return reached
+from efftra_fx.walks import ancestors
 
 
 def cut(

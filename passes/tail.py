@@ -20,6 +20,7 @@ from torch import fx
 
 from efftra_fx.errors import LossError
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
+from efftra_fx.walks import ancestors
 
 from .slices import draws
 
@@ -157,7 +158,7 @@ def _walk(roots: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _extract_tail(gm: fx.GraphModule, result: Any, inside: set[fx.Node], boundary: set[fx.Node]) -> fx.GraphModule:
-    needed = _ancestors([n for n in _nodes(result)], boundary)
+    needed = ancestors(_nodes(result), boundary)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -176,18 +177,6 @@ def _extract_tail(gm: fx.GraphModule, result: Any, inside: set[fx.Node], boundar
 def _nodes(result: Any) -> list[fx.Node]:
     items = result if isinstance(result, list) else [result]
     return [item for item in items if isinstance(item, fx.Node)]
-
-
-def _ancestors(nodes: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        current = pending.pop()
-        if current in found or current in stop:
-            continue
-        found.add(current)
-        pending.extend(current.all_input_nodes)
-    return found
 
 
 def _is_linear(inside: set[fx.Node], boundary: set[fx.Node]) -> bool:
