@@ -125,7 +125,8 @@ def _drop_buffer_news(gm: fx.GraphModule) -> None:
 def assign_by_parameters(gm: fx.GraphModule, owners: Mapping[str, tuple[int, ...]], stages: int) -> None:
     """Write `STAGE`: each node as early as its operands allow, on a stage that holds its parameters.
 
-    A parameter that only an earlier stage holds is sent on from there.
+    A parameter that only an earlier stage holds is sent on from there. What cannot be sent, because its rows lie
+    one among another, is computed where it is read.
     """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or FREE[node]:
@@ -141,6 +142,31 @@ def assign_by_parameters(gm: fx.GraphModule, owners: Mapping[str, tuple[int, ...
             if stage not in places:
                 node.replace_input_with(operand, _sent_on(gm, operand, min(places)))
         STAGE[node] = stage
+    for node in reversed(list(gm.graph.nodes)):
+        if STAGE.on(node) and BATCH[node].kind == "mixed" and not is_random(node):
+            _compute_where_read(gm, node, owners)
+
+
+def _compute_where_read(gm: fx.GraphModule, node: fx.Node, owners: Mapping[str, tuple[int, ...]]) -> None:
+    """Compute a value once more on each later stage that reads it, and not on its own if nothing there does."""
+    held = [places for n in node.all_input_nodes if n.op == "placeholder" and (places := _held(n, owners)) is not None]
+    readers: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if STAGE.on(user):
+            readers.setdefault(STAGE[user], []).append(user)
+    own = STAGE[node]
+    if all(stage == own for stage in readers) or any(stage not in places for places in held for stage in readers):
+        return
+    first = min(readers)
+    for stage in sorted(readers):
+        if stage == first:
+            STAGE[node] = stage
+            continue
+        with gm.graph.inserting_before(node):
+            copy = gm.graph.node_copy(node)
+        STAGE[copy] = stage
+        for user in readers[stage]:
+            user.replace_input_with(node, copy)
 
 
 def _held(node: fx.Node, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -11,8 +11,8 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -345,13 +345,34 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     answers = Answers()
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            with watches[0].on(), answers.recording():
+            with watches[0].on(), answers.recording(), _own_code(attempt):
                 step.result([t.clone() for t in attempt.tensors])
-            with watches[1].on():
+            with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
                 step.result([t.clone() for t in smaller])
     finally:
         held.restore()
     return answers, watches
+
+
+@contextmanager
+def _own_code(attempt: _Attempt, part: str = "") -> Iterator[None]:
+    """Run the user's own code on the example, or a part of it; raise CaptureError for what it raises."""
+    try:
+        yield
+    except EfftraError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        if not part:
+            raise CaptureError(f"the model does not run on the example: {what}") from error
+        placed = list(zip(attempt.call.tensor_names, attempt.batch_leaves, strict=True))
+        rows = ", ".join(f"'{name}' along dimension {dim}" for name, dim in placed if dim is not None)
+        whole = ", ".join(f"'{name}'" for name, dim in placed if dim is None)
+        raise CaptureError(
+            f"the step runs on the example, but not on {part}: {what}; rows were taken to lie in {rows}"
+            + (f", and {whole} to have none" if whole else "")
+            + "; where that is not so, say it, as in batch_dims={name: 1}"
+        ) from error
 
 
 def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
@@ -360,14 +381,10 @@ def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
     function = attempt.loss_fn
     assert function is not None
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad(), _own_code(attempt):
             args, kwargs, target = attempt.call.rebuild([t.clone() for t in attempt.tensors])
             output, has_target = attempt.model(*args, **kwargs), attempt.call.has_target
             return dtype_of_loss(function, lambda: loss_of(output, function, target, has_target))
-    except EfftraError:
-        raise
-    except Exception as error:  # the user's own code, as it would fail on one device
-        raise CaptureError(f"the model does not run on the example: {error}") from error
     finally:
         with torch.no_grad():
             for buffer, value in before:

@@ -486,3 +486,26 @@ def test_when_one_rank_ends_between_steps_the_others_end_too() -> None:
     for line in (words[0], words[2]):
         assert "RankFailed" in line or "TransportError" in line, words
         assert "rank 1" in line, words
+
+
+def test_a_step_that_fails_on_a_part_of_the_rows_says_where_rows_were_taken_to_lie() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if bool((x > -100).all()):  # a question, for which the step is run on the example and on fewer rows
+                return self.inner(x).flatten(0, 1)
+            return self.inner(x)
+
+    x, words = torch.randn(3, 6, 4), torch.randint(0, 5, (3, 6))
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, target.flatten())
+
+    fixed: Any = dict(example_inputs=(x,), example_target=words, loss_fn=loss_fn, costs="estimated")
+    with pytest.raises(CaptureError, match=r"not on 5 of its 6 rows: ValueError.*'x' along dimension 1, and 'target'"):
+        compile(TimeFirst(), Cluster.local(2), batch_dims={"x": 1, "target": None}, **fixed)
+    program = compile(TimeFirst(), Cluster.local(2), batch_dims={"x": 1, "target": 1}, **fixed)
+    assert program.check(x, target=words, show=False).matches

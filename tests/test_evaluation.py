@@ -12,6 +12,7 @@ from rig import lay_out, rig_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from efftra_fx import Cluster, compile
 from efftra_fx.errors import InputError
 
 
@@ -112,3 +113,31 @@ def test_it_takes_what_the_model_takes() -> None:
         assert_same_output(program.model(*batch.args), program.evaluate(input=batch.args[0]))
     with pytest.raises(InputError, match="cannot be called like this"):
         program.evaluate(*batch.args, batch.target)
+
+
+class TimeFirst(nn.Module):
+    """Rows lie in dimension 1, one among another once time and rows are one dimension, as a linear layer makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            flat = x.transpose(0, 1).contiguous().transpose(0, 1).reshape(-1, 4)
+            x = x + layer(flat if self.training else flat * 2.0).view(x.shape)
+        return x
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_what_cannot_be_sent_between_stages_is_computed_where_it_is_read(rows: int) -> None:
+    torch.manual_seed(0)
+    model = TimeFirst().double()
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    fixed: Any = dict(stages=3, costs="estimated", batch_dims={"x": 1})
+    program = compile(model, Cluster.local(3), example_inputs=(x,), loss_fn=lambda out: out.square().mean(), **fixed)
+    with torch.no_grad():
+        model.eval()
+        expected = model(x[:, :rows])
+        model.train()
+    assert_same_output(expected, program.evaluate(x[:, :rows]))
