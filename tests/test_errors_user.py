@@ -496,8 +496,10 @@ def test_a_step_that_fails_on_a_part_of_the_rows_says_where_rows_were_taken_to_l
 
         def forward(self, x: Tensor) -> Tensor:
             if bool((x > -100).all()):  # a question, for which the step is run on the example and on fewer rows
-                return self.inner(x).flatten(0, 1)
-            return self.inner(x)
+                out: Tensor = self.inner(x).flatten(0, 1)
+                return out
+            rest: Tensor = self.inner(x)
+            return rest
 
     x, words = torch.randn(3, 6, 4), torch.randint(0, 5, (3, 6))
 
