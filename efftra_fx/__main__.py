@@ -90,6 +90,7 @@ def _plan_text(program: Any, explain: bool) -> str:
 
 def _compiled(options: argparse.Namespace) -> Any:
     from efftra_fx.api import compile as compile_model
+    from efftra_fx.cli_plan import read_replicas
     from efftra_fx.cluster import Cluster
 
     model, args, kwargs, target, loss_fn = load_model(options.model)
@@ -99,7 +100,6 @@ def _compiled(options: argparse.Namespace) -> Any:
         cluster = Cluster.local(options.ranks)
     else:
         cluster = Cluster.from_env()
-    replicas = tuple(int(r) for r in options.replicas.split(",")) if options.replicas else None
     return compile_model(
         model,
         cluster,
@@ -108,7 +108,7 @@ def _compiled(options: argparse.Namespace) -> Any:
         example_target=target,
         loss_fn=loss_fn,
         stages=options.stages,
-        replicas=replicas,
+        replicas=read_replicas(options.replicas),
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         plan=options.plan,
@@ -128,6 +128,10 @@ def load_model(where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any, A
         raise InputError(f"{where}: expected (model, args, kwargs, target, loss_fn), at least the first two")
     padded: tuple[Any, ...] = made + (None,) * (5 - len(made))
     model, args, kwargs, target, loss_fn = padded
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict | None):
+        raise InputError(
+            f"{where}: args must be a tuple and kwargs a dictionary, got {type(args).__name__} and {type(kwargs).__name__}"
+        )
     return model, tuple(args), dict(kwargs or {}), target, loss_fn
 
 

@@ -28,7 +28,6 @@ A machine with devices of several kinds lists them instead of `devices`:
 from __future__ import annotations
 
 import importlib
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from efftra_fx.errors import ClusterError
+from efftra_fx.units import number_text
 
 GB = 1e9
 MOST_DEVICES = 100_000
@@ -68,8 +68,9 @@ class Device:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.machine < 0:
-            raise ClusterError(f"machine must be 0 or more, got {self.machine}")
+        read_count("machine", self.machine, least=0)
+        if not isinstance(self.kind, str):
+            raise ClusterError(f"kind must be a name, got {self.kind!r}")
         if self.memory_bytes is not None:
             check_number("memory_bytes", self.memory_bytes, low=1.0, high=1e15)
         check_number("speed", self.speed, low=1e-6, high=1e6)
@@ -81,6 +82,17 @@ class Links:
 
     intra: tuple[Link | None, ...]
     inter: Link | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.intra, list | tuple):
+            raise ClusterError(f"links.intra must list a Link, or None, for each machine, got {self.intra!r}")
+        object.__setattr__(self, "intra", tuple(self.intra))
+        for name, link in (
+            *((f"links.intra[{i}]", link) for i, link in enumerate(self.intra)),
+            ("links.inter", self.inter),
+        ):
+            if not isinstance(link, Link | None):
+                raise ClusterError(f"{name} must be a Link or None, got {link!r}")
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,11 @@ class Cluster:
     where: str = "described"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.devices, list | tuple) or not all(isinstance(one, Device) for one in self.devices):
+            raise ClusterError(f"devices must list Devices, got {self.devices!r:.200}")
+        object.__setattr__(self, "devices", tuple(self.devices))
+        if not isinstance(self.links, Links):
+            raise ClusterError(f"links must be Links, got {self.links!r}")
         if not self.devices:
             raise ClusterError("devices: a cluster needs at least one device, found 0")
         if self.where not in WHERE:
@@ -126,9 +143,10 @@ class Cluster:
         >>> len(Cluster.uniform(machines=2, devices_per_machine=4, intra=Link(1e10), inter=Link(1e9)).devices)
         8
         """
-        for name, count in (("machines", machines), ("devices_per_machine", devices_per_machine)):
-            if count < 1:
-                raise ClusterError(f"{name} must be 1 or more, got {count}")
+        read_count("machines", machines)
+        read_count("devices_per_machine", devices_per_machine)
+        if machines * devices_per_machine > MOST_DEVICES:
+            raise ClusterError(f"a cluster of more than {MOST_DEVICES} devices cannot be meant")
         memory = None
         if memory_gb is not None:
             check_number("memory_gb", memory_gb, low=1e-6, high=1e6)
@@ -141,8 +159,7 @@ class Cluster:
     @classmethod
     def local(cls, ranks: int) -> Cluster:
         """Describe `ranks` CPU ranks inside this process."""
-        if ranks < 1:
-            raise ClusterError(f"ranks must be 1 or more, got {ranks}")
+        read_count("ranks", ranks, most=MOST_DEVICES)
         copying = Link(4e9, 20e-6)
         return cls((Device(0),) * ranks, Links((copying,)), where="local")
 
@@ -163,7 +180,7 @@ class Cluster:
         """Read a TOML file; raise ClusterError naming the file and the field."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise ClusterError(f"{path}: cannot read the cluster file: {error}") from error
         return cls.parse(text, str(path))
 
@@ -172,7 +189,9 @@ class Cluster:
         """Read the TOML text of a cluster file; `name` stands before every error."""
         try:
             return read_cluster(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+        except RecursionError:
+            raise ClusterError(f"{name}: not TOML: lists and tables are nested too deeply") from None
+        except ValueError as error:
             raise ClusterError(f"{name}: not TOML: {error}") from error
         except ClusterError as error:
             raise ClusterError(f"{name}: {error}") from None
@@ -207,8 +226,8 @@ def check_number(name: str, value: object, low: float, high: float) -> float:
     """Give the number back as a float, or raise ClusterError when it is none or cannot be meant."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ClusterError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ClusterError(f"{name} must be between {low:g} and {high:g}, got {value:g}")
+    if not low <= value <= high:
+        raise ClusterError(f"{name} must be between {low:g} and {high:g}, got {number_text(value)}")
     return float(value)
 
 
@@ -281,10 +300,11 @@ def read_link(name: str, table: object) -> Link:
     return Link(bandwidth * GB, latency / 1e6)
 
 
-def read_count(name: str, value: object) -> int:
-    """A whole number of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
-        raise ClusterError(f"{name} must be a whole number from 1 to 1000000, got {value!r}")
+def read_count(name: str, value: object, least: int = 1, most: int = 1_000_000) -> int:
+    """A whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        found = number_text(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+        raise ClusterError(f"{name} must be a whole number from {least} to {most}, got {found}")
     return value
 
 

@@ -7,13 +7,16 @@ A row is one sample of the batch. Times of one micro-batch part with x rows are
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from efftra_fx.errors import CostError
+from efftra_fx.json_text import read_json
+from efftra_fx.units import number_text
+
+LARGEST = 1e300  # sums and products of a few such numbers are no numbers any more
 
 
 @dataclass(frozen=True)
@@ -238,15 +241,15 @@ def check_amount(name: str, value: object) -> None:
     """Raise CostError unless the value is a finite number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CostError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise CostError(f"{name} must be finite and not negative, got {value}")
+    if not 0 <= value <= LARGEST:
+        raise CostError(f"{name} must be finite and not negative, got {number_text(value)}")
 
 
 def load_object(text: str, what: str, schema: str, keys: set[str]) -> dict[str, Any]:
     """Parse a JSON object that has exactly these keys and this schema; raise CostError."""
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = read_json(text)
+    except ValueError as error:
         raise CostError(f"{what}: not JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("schema", None) != schema:
         raise CostError(f"{what}: expected an object with schema {schema!r}")

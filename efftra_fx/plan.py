@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from efftra_fx.errors import PlanError
+from efftra_fx.json_text import read_json
+from efftra_fx.units import number_text
 
 SCHEDULES = ("1f1b", "gpipe")
+MOST = 10**18  # no whole number of a plan is larger
+LONGEST_S = 1e300
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class Stage:
     names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("first_block", "stop_block", "tensor"):
+            whole(name, getattr(self, name))
+        object.__setattr__(self, "devices", wholes("devices", self.devices))
+        object.__setattr__(self, "names", texts("names", self.names))
+        if not isinstance(self.recompute, bool):
+            raise PlanError(f"recompute must be true or false, got {self.recompute!r}")
         if not 0 <= self.first_block < self.stop_block:
             raise PlanError(f"a stage needs at least one block, got blocks {self.first_block} to {self.stop_block}")
         if self.tensor < 1 or not self.devices or len(self.devices) % self.tensor:
@@ -76,6 +86,17 @@ class Plan:
     explanation: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stages, list | tuple) or not all(isinstance(one, Stage) for one in self.stages):
+            raise PlanError(f"stages must list Stages, got {self.stages!r}")
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "memory_bytes", wholes("memory_bytes", self.memory_bytes))
+        whole("micro_batches", self.micro_batches)
+        whole("in_flight", self.in_flight)
+        for name in ("predicted_step_s", "lower_bound_s"):
+            seconds(name, getattr(self, name))
+        for name in ("schedule", "placement", "explanation"):
+            if not isinstance(getattr(self, name), str):
+                raise PlanError(f"{name} must be a text, got {getattr(self, name)!r}")
         if not self.stages:
             raise PlanError("a plan needs at least one stage, found 0")
         if self.micro_batches < 1:
@@ -141,8 +162,8 @@ class Plan:
     def from_json(cls, text: str, name: str = "plan") -> Plan:
         """Read the text of a plan; raise PlanError that starts with `name` and names the field."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = read_json(text)
+        except ValueError as error:
             raise PlanError(f"{name}: not JSON: {error}") from error
         try:
             return read_plan(data)
@@ -154,7 +175,7 @@ class Plan:
         """Read a plan file; raise PlanError naming the file and the field."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise PlanError(f"{path}: cannot read the plan: {error}") from error
         return cls.from_json(text, str(path))
 
@@ -185,9 +206,6 @@ def read_plan(data: object) -> Plan:
     stages = table.get("stages")
     if not isinstance(stages, list):
         raise PlanError(f"stages must be a list, got {stages!r}")
-    for key in ("schedule", "placement", "explanation"):
-        if not isinstance(table.get(key, ""), str):
-            raise PlanError(f"{key} must be a text, got {table[key]!r}")
     return Plan(
         tuple(read_stage(f"stages[{index}]", stage) for index, stage in enumerate(stages)),
         whole("micro_batches", table.get("micro_batches")),
@@ -208,16 +226,14 @@ def read_stage(name: str, data: object) -> Stage:
     blocks = wholes(f"{name}.blocks", table.get("blocks"))
     if len(blocks) != 2:
         raise PlanError(f"{name}.blocks must be [first, stop], got {table.get('blocks')!r}")
-    names = table.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        raise PlanError(f"{name}.names must be a list of texts, got {names!r}")
+    names = texts(f"{name}.names", table.get("names", []))
     recompute = table.get("recompute", False)
     if not isinstance(recompute, bool):
         raise PlanError(f"{name}.recompute must be true or false, got {recompute!r}")
     devices = wholes(f"{name}.devices", table.get("devices"))
     tensor = whole(f"{name}.tensor", table.get("tensor", 1))
     try:
-        return Stage(blocks[0], blocks[1], devices, tensor, recompute, tuple(names))
+        return Stage(blocks[0], blocks[1], devices, tensor, recompute, names)
     except PlanError as error:
         raise PlanError(f"{name}: {error}") from None
 
@@ -239,14 +255,23 @@ def whole(name: str, value: object) -> int:
     """A whole number, or PlanError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise PlanError(f"{name} must be a whole number, got {value!r}")
+    if abs(value) > MOST:
+        raise PlanError(f"{name} must be at most {MOST:g} in size, got {number_text(value)}")
     return value
 
 
 def wholes(name: str, value: object) -> tuple[int, ...]:
     """A list of whole numbers, or PlanError."""
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise PlanError(f"{name} must be a list of whole numbers, got {value!r}")
     return tuple(whole(name, one) for one in value)
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    """A list of texts, or PlanError."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise PlanError(f"{name} must be a list of texts, got {value!r}")
+    return tuple(value)
 
 
 def seconds(name: str, value: object) -> float | None:
@@ -255,4 +280,6 @@ def seconds(name: str, value: object) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError(f"{name} must be a number of seconds, got {value!r}")
+    if not 0 <= value <= LONGEST_S:
+        raise PlanError(f"{name} must be from 0 to {LONGEST_S:g} seconds, got {number_text(value)}")
     return float(value)

@@ -187,6 +187,7 @@ def _message_text(message: Message, arrow: str) -> str:
 
 
 _Item = TypeVar("_Item")
+MOST_DIGITS = 18
 
 
 class _Line:
@@ -224,13 +225,18 @@ class _Line:
         word = self.word()
         if not re.fullmatch(r"-?[0-9]+", word):
             raise ProgramError(f"expected a number but found {word!r} in {self.text!r}")
-        return int(word)
+        return self.number(word)
 
     def tagged(self, tag: str) -> int:
         word = self.word()
         if not re.fullmatch(rf"{tag}[0-9]+", word):
             raise ProgramError(f"expected {tag} and a number but found {word!r} in {self.text!r}")
-        return int(word[len(tag) :])
+        return self.number(word[len(tag) :])
+
+    def number(self, word: str) -> int:
+        if len(word) > MOST_DIGITS:
+            raise ProgramError(f"a number of {len(word)} digits cannot be meant, found in {self.text[:60]!r}")
+        return int(word)
 
     def name(self) -> str:
         word = self.word()

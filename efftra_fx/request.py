@@ -11,11 +11,15 @@ from torch import nn
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Options
 from efftra_fx.cost import CostTable
-from efftra_fx.errors import ClusterError, InputError, LossError, PlanError
+from efftra_fx.errors import BatchError, ClusterError, InputError, LossError, PlanError
 from efftra_fx.passes.reduction import Weight
 from efftra_fx.plan import SCHEDULES, Plan
+from efftra_fx.units import number_text
 
 BATCH_NORMS = ("local", "synced", "exact")
+LONGEST_S = 1e7  # what a timer can wait
+MOST_COUNT = 1_000_000  # stages, replicas or micro-batches; more cannot be meant
+MOST_STATES = 1e6  # bytes of an optimizer's state for each byte of a parameter
 
 
 def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: float) -> None:
@@ -29,8 +33,9 @@ def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: f
         )
     if loss_fn is not None and not callable(loss_fn):
         raise LossError(f"loss_fn must be a function of output and target, got {type(loss_fn).__name__}")
-    if not timeout_s > 0:
-        raise InputError(f"timeout must be more than 0 seconds, got {timeout_s:g}")
+    if not (_is_number(timeout_s) and 0 < timeout_s <= LONGEST_S):
+        found = number_text(timeout_s) if _is_number(timeout_s) else repr(timeout_s)
+        raise InputError(f"timeout must be more than 0 seconds, at most {LONGEST_S:g}, got {found}")
 
 
 def read_options(
@@ -69,9 +74,10 @@ def read_options(
     chosen = _plan(plan, [name for name, value in fixed.items() if value is not None])
     if not isinstance(costs, CostTable) and costs not in ("measured", "estimated"):
         raise PlanError(f"costs must be 'measured', 'estimated' or a CostTable, got {costs!r}")
-    if not optimizer_states >= 0:
+    if not (_is_number(optimizer_states) and 0 <= optimizer_states <= MOST_STATES):
+        found = number_text(optimizer_states) if _is_number(optimizer_states) else repr(optimizer_states)
         raise PlanError(
-            f"optimizer_states must be 0 or more bytes for each byte of parameters, got {optimizer_states:g}"
+            f"optimizer_states must be 0 or more bytes for each byte of parameters, at most {MOST_STATES:g}, got {found}"
         )
     if batch_norm not in BATCH_NORMS:
         raise PlanError(f"batch_norm must be one of {', '.join(BATCH_NORMS)}, got {batch_norm!r}")
@@ -93,7 +99,7 @@ def read_options(
         plan=chosen,
         cuts=paths,
         tensor=tensor,
-        batch_dims=dict(batch_dims or {}),
+        batch_dims=_dims(batch_dims),
         costs=costs,
         optimizer_states=optimizer_states,
         batch_norm=batch_norm,
@@ -103,11 +109,17 @@ def read_options(
     )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _count(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name} must be a whole number of 1 or more, got {value!r}")
+    if value > MOST_COUNT:
+        raise PlanError(f"{name} must be at most {MOST_COUNT}, got {number_text(value)}")
     return value
 
 
@@ -126,6 +138,18 @@ def _paths(cuts: object) -> tuple[str, ...] | None:
     if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(path, str) for path in cuts):
         raise PlanError(f"cuts must list the modules at which stages begin, got {cuts!r}; for one cut write ['layer']")
     return tuple(cuts)
+
+
+def _dims(dims: object) -> dict[str, int | None]:
+    if dims is None:
+        return {}
+    whole = isinstance(dims, Mapping) and all(
+        isinstance(name, str) and (dim is None or (isinstance(dim, int) and not isinstance(dim, bool)))
+        for name, dim in dims.items()
+    )
+    if not whole or not isinstance(dims, Mapping):
+        raise BatchError(f"batch_dims must say a dimension, or None, for names of tensors, got {dims!r}")
+    return dict(dims)
 
 
 def _agree(fixed: Mapping[str, Any]) -> None:

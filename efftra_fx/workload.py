@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gzip
 import heapq
-import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from efftra_fx.cost import Chain, Crossing, NodeCost, Option, Timing
 from efftra_fx.errors import CostError
+from efftra_fx.json_text import read_json
 
 MOST_WIDE = 100_000  # ranks of a tensor-parallel group
 MOST = 1e18  # bytes or milliseconds; more cannot be meant
@@ -60,8 +61,8 @@ def load_workload(path: str | Path) -> Workload:
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
-        data = json.loads(text)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        data = read_json(text)
+    except (OSError, EOFError, ValueError, TypeError, zlib.error) as error:
         raise CostError(f"{path}: cannot read the profile: {error}") from error
     try:
         return read_workload(data)

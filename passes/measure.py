@@ -304,7 +304,7 @@ def load_costs(path: Path) -> CostTable | None:
     """Read a cost table; None where there is none or it cannot be read, since it can be measured again."""
     try:
         return CostTable.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, CostError):
+    except (OSError, UnicodeDecodeError, CostError):
         return None
 
 

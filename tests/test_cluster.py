@@ -104,7 +104,7 @@ def test_a_cluster_that_cannot_be_is_an_error() -> None:
         Cluster((Device(0), Device(1)), Links((None,), Link(1e9)))
     with pytest.raises(ClusterError, match="where must be one of"):
         Cluster((Device(0),), Links((None,)), where="nowhere")
-    with pytest.raises(ClusterError, match="devices_per_machine must be 1 or more"):
+    with pytest.raises(ClusterError, match="devices_per_machine must be a whole number from 1 to 1000000, got 0"):
         Cluster.uniform(2, 0)
     with pytest.raises(ClusterError, match="latency_s must be between"):
         Link(1e9, -1.0)
@@ -112,7 +112,7 @@ def test_a_cluster_that_cannot_be_is_an_error() -> None:
         Cluster.local(2).link(0, 0)
     with pytest.raises(ClusterError, match="no device 7"):
         Cluster.local(2).link(0, 7)
-    with pytest.raises(ClusterError, match="ranks must be 1 or more"):
+    with pytest.raises(ClusterError, match="ranks must be a whole number from 1 to 100000, got 0"):
         Cluster.local(0)
 
 

@@ -242,7 +242,7 @@ ASKED: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         {"stages": 1, "plan": lay_out(4, (1,))},
     ),
     "plan": (PlanError, "plan must be a Plan or the path of its file, got int", {"plan": 3}),
-    "timeout": (InputError, "timeout must be more than 0 seconds, got 0", {"timeout": 0}),
+    "timeout": (InputError, "timeout must be more than 0 seconds, at most 1e+07, got 0", {"timeout": 0}),
     "model": (InputError, "model must be an nn.Module, got function; wrap it", {"model": lambda x: x}),
     "cluster": (ClusterError, "cluster must be a Cluster, got int; use Cluster.from_env()", {"cluster": 4}),
     "loss": (LossError, "loss_fn must be a function of output and target, got str", {"loss_fn": "mse"}),
