@@ -129,9 +129,8 @@ def load_model(where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any, A
     padded: tuple[Any, ...] = made + (None,) * (5 - len(made))
     model, args, kwargs, target, loss_fn = padded
     if not isinstance(args, tuple | list) or not isinstance(kwargs, dict | None):
-        raise InputError(
-            f"{where}: args must be a tuple and kwargs a dictionary, got {type(args).__name__} and {type(kwargs).__name__}"
-        )
+        found = f"{type(args).__name__} and {type(kwargs).__name__}"
+        raise InputError(f"{where}: args must be a tuple and kwargs a dictionary, got {found}")
     return model, tuple(args), dict(kwargs or {}), target, loss_fn
 
 

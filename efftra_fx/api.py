@@ -40,7 +40,7 @@ from efftra_fx.cost import CostTable
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
-from efftra_fx.evaluation import Evaluation, compile_evaluation, run_evaluation
+from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.passes.comm import InsertComm
@@ -52,7 +52,7 @@ from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
-from efftra_fx.request import check_subjects, read_options
+from efftra_fx.request import check_optimizer, check_subjects, read_examples, read_options
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
 from efftra_fx.runtime.transport import Transport
@@ -143,7 +143,7 @@ def compile(
 
     Raises an `EfftraError` that says what cannot be had and why.
     """
-    check_subjects(model, cluster, loss_fn, timeout)
+    check_subjects(model, cluster, loss_fn, optimizer, timeout)
     options = read_options(
         loss_fn=loss_fn,
         stages=stages,
@@ -166,8 +166,7 @@ def compile(
     folder = dump if dump is not None else os.environ.get("EFFTRA_FX_DUMP")
     compiled = CompiledModel(model, cluster, options, optimizer, timeout, folder, progress)
     if example_inputs is not None or example_kwargs is not None:
-        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs or ())
-        compiled.build(inputs, dict(example_kwargs or {}), example_target)
+        compiled.build(*read_examples(example_inputs, example_kwargs), example_target)
     elif optimizer is None:
         raise InputError(
             "compile without example inputs needs optimizer=lambda parameters: ..., since parameters are placed only "
@@ -240,7 +239,7 @@ class CompiledModel:
             if make_bar(world, self.progress) is not None:
                 print(f"efftra_fx: compiled in\n{self.report.table()}", file=sys.stderr)
         if self.make_optimizer is not None and world is not None:
-            self.optimizer = self.make_optimizer(self.parameters())
+            self.optimizer = check_optimizer(self.make_optimizer(self.parameters()))
 
     def _same_start(self, world: World) -> None:
         """Bring every rank to the same weights: those of the model's last program, else rank 0's."""
@@ -505,7 +504,7 @@ class CompiledModel:
             call, tensors = read_call(self.model.forward, args, kwargs, None)
             evaluation = self._evaluation(call, tensors)
             dims = dict(zip(call.tensor_names, evaluation.dims, strict=True))
-            rows = next(t.shape[d] for t, d in zip(tensors, evaluation.dims, strict=True) if d is not None)
+            rows = rows_of_batch(call, tensors, evaluation.dims)
             batch = Batch(rows, self._named(call, tensors), {**dims, **KEY_DIMS})
         except EfftraError as error:
             problem = error

@@ -22,6 +22,7 @@ from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph
 from efftra_fx.errors import (
     BatchError,
+    CostError,
     CoverageError,
     InputError,
     LossError,
@@ -162,6 +163,8 @@ def find_batch(
     if dim >= tensor.ndim:
         raise BatchError(f"batch_dims says dimension {dim} for '{name}', which has shape {list(tensor.shape)}")
     rows = tensor.shape[dim]
+    if not rows:
+        raise InputError(f"argument '{name}' has 0 rows, expected at least 1")
     dims: list[int | None] = []
     for leaf, value in zip(names, tensors, strict=True):
         if leaf in given:
@@ -448,6 +451,11 @@ def cost_chain(
         synced=front.statistics in ("synced", "exact"),
     )
     report.timed("measure", begin)
+    if isinstance(options.costs, CostTable) and not any(options.costs.find(cost.name) for cost in fresh.costs):
+        raise CostError(
+            f"costs: the table has none of the model's {len(fresh.costs)} different blocks among its "
+            f"{len(options.costs.costs)} entries; give one that was measured for this model, or leave it out"
+        )
     return chain, fresh
 
 

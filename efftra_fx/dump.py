@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from efftra_fx.errors import InputError
 from efftra_fx.meta import BATCH, BLOCK, FREE, PATH, PLACED, ROLE, STAGE
 
 
@@ -91,7 +92,10 @@ def print_dot(gm: fx.GraphModule, title: str) -> str:
 
 def write_dumps(directory: str | Path, texts: Sequence[tuple[str, str]]) -> None:
     """Write numbered files, one a text: `03-prove-batch.txt`."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, (name, text) in enumerate(texts):
-        (folder / f"{number:02d}-{name}").write_text(text, encoding="utf-8")
+    try:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (name, text) in enumerate(texts):
+            (folder / f"{number:02d}-{name}").write_text(text, encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"dump: cannot write into the folder {directory!r}: {error}; name another") from error

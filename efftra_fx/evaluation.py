@@ -13,7 +13,7 @@ from efftra_fx.build import connections, tensor_group
 from efftra_fx.capture_guards import Guards
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.draws import KEY_DIMS, keys_of
-from efftra_fx.errors import CaptureError
+from efftra_fx.errors import CaptureError, InputError
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch, is_random
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
@@ -103,6 +103,20 @@ def compile_evaluation(
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, codes, random, alike)
+
+
+def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
+    """Return the number of rows of a batch to evaluate; raise InputError where there are none, or others in another."""
+    carried = [(n, t.shape[d]) for n, t, d in zip(call.tensor_names, tensors, dims, strict=True) if d is not None]
+    name, rows = carried[0]
+    for other, count in carried[1:]:
+        if count != rows:
+            raise InputError(
+                f"argument '{other}' has {count} rows but '{name}' has {rows}; give the same batch to both"
+            )
+    if not rows:
+        raise InputError(f"argument '{name}' has 0 rows, expected at least 1")
+    return rows
 
 
 def _wide_forward(stage: StageGraph, trained: Sharded, device: str) -> tuple[MeetingForward, ...]:

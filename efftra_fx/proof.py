@@ -31,6 +31,11 @@ def verify(
             raise ProgramError("programs can be verified only with their wiring; give wiring=")
         programs: dict[int, RankProgram] = dict(what)
         verify_programs(programs, wiring, plan)
+    elif not all(hasattr(what, name) for name in ("plan", "programs", "wiring", "cluster")):
+        raise ProgramError(
+            "verify takes a compiled model, a Plan, programs by rank, or a dump's text or file, "
+            f"got {type(what).__name__}"
+        )
     else:
         verify_plan(what.plan, what.plan.blocks, what.cluster)
         verify_programs(what.programs, what.wiring, what.plan)
@@ -40,6 +45,6 @@ def _text(what: str | Path) -> str:
     if isinstance(what, Path) or "\n" not in what:
         try:
             return Path(what).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ProgramError(f"{what}: cannot read the programs: {error}") from error
     return what

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Options
@@ -22,7 +22,7 @@ MOST_COUNT = 1_000_000  # stages, replicas or micro-batches; more cannot be mean
 MOST_STATES = 1e6  # bytes of an optimizer's state for each byte of a parameter
 
 
-def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: float) -> None:
+def check_subjects(model: object, cluster: object, loss_fn: object, optimizer: object, timeout_s: float) -> None:
     """Raise InputError, ClusterError or LossError where one of them is not what it must be."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}; wrap it in a module")
@@ -33,9 +33,32 @@ def check_subjects(model: object, cluster: object, loss_fn: object, timeout_s: f
         )
     if loss_fn is not None and not callable(loss_fn):
         raise LossError(f"loss_fn must be a function of output and target, got {type(loss_fn).__name__}")
+    if optimizer is not None and not callable(optimizer):
+        raise InputError(
+            f"optimizer must be a function from parameters to an optimizer, got {type(optimizer).__name__}; write "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
     if not (_is_number(timeout_s) and 0 < timeout_s <= LONGEST_S):
         found = number_text(timeout_s) if _is_number(timeout_s) else repr(timeout_s)
         raise InputError(f"timeout must be more than 0 seconds, at most {LONGEST_S:g}, got {found}")
+
+
+def check_optimizer(made: object) -> Any:
+    """Give back what the user's function made; raise InputError where it is no optimizer."""
+    if not callable(getattr(made, "step", None)) or not callable(getattr(made, "zero_grad", None)):
+        raise InputError(f"optimizer= must return an optimizer, with step and zero_grad, got {type(made).__name__}")
+    return made
+
+
+def read_examples(inputs: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the example's arguments; raise InputError where they are not what a call takes."""
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, list | tuple | None):
+        raise InputError(f"example_inputs must be the tuple of positional arguments, got {type(inputs).__name__}")
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise InputError(f"example_kwargs must be a dictionary of arguments by name, got {type(kwargs).__name__}")
+    return tuple(inputs or ()), dict(kwargs or {})
 
 
 def read_options(
@@ -77,7 +100,8 @@ def read_options(
     if not (_is_number(optimizer_states) and 0 <= optimizer_states <= MOST_STATES):
         found = number_text(optimizer_states) if _is_number(optimizer_states) else repr(optimizer_states)
         raise PlanError(
-            f"optimizer_states must be 0 or more bytes for each byte of parameters, at most {MOST_STATES:g}, got {found}"
+            f"optimizer_states must be 0 or more bytes for each byte of parameters, not above {MOST_STATES:g}, got "
+            f"{found}"
         )
     if batch_norm not in BATCH_NORMS:
         raise PlanError(f"batch_norm must be one of {', '.join(BATCH_NORMS)}, got {batch_norm!r}")

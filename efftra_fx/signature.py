@@ -70,11 +70,21 @@ def read_call(
     for path, value in paths:
         name = _leaf_name(path, names)
         if isinstance(value, Tensor):
+            _check_memory(name, value)
             tensors.append(value)
             leaves.append(Leaf(name, True))
         else:
             leaves.append(Leaf(name, False, value))
     return Call(tuple(leaves), tree, target is not None), tuple(tensors)
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Raise InputError for a tensor that has no plain memory, as rows of it are taken."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"argument '{name}' is a {kind} tensor, expected a dense one; give it as such (to_dense())")
+    if tensor.device.type == "meta":
+        raise InputError(f"argument '{name}' lies on the meta device, so it has no values; give a tensor with values")
 
 
 def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:

@@ -153,6 +153,8 @@ def whole_state(built: Built, world: World, model: nn.Module, loss_fn: Any) -> d
 
 def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError naming what is missing, unknown or of another shape."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the state must be a dictionary of tensors by name, got {type(state).__name__}")
     expected = model.state_dict()
     missing = [name for name in expected if name not in state]
     unknown = [name for name in state if name not in expected]
@@ -162,6 +164,8 @@ def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"the state does not fit the model: {what} ({len(missing)} missing, {len(unknown)} unknown)"
         )
     for name, value in state.items():
+        if isinstance(expected[name], Tensor) and not isinstance(value, Tensor):
+            raise CheckpointError(f"'{name}' is of type {type(value).__name__}, expected a tensor")
         if isinstance(value, Tensor) and value.shape != expected[name].shape:
             raise CheckpointError(f"'{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}")
 
@@ -243,6 +247,10 @@ def clip_gradients(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale all gradients by one factor, from the norm over what every process counts; a collective call."""
+    for what, number, least in (("max_norm", max_norm, 0.0), ("norm_type", norm_type, 1e-3)):
+        given = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
+        if not (given and float(number) >= least):
+            raise InputError(f"{what} must be a number of {least:g} or more, got {number!r}")
     power = largest = 0.0
     for name, parameter in parameters:
         if name in counted and parameter.grad is not None:

@@ -147,6 +147,9 @@ def loss_of(output: Any, loss_fn: LossFn | None, target: Any, has_target: bool) 
         raise LossError(
             f"{name} returned a loss of shape {_sizes(loss)}, expected a scalar; reduce it, for instance by .mean()"
         )
+    if not loss.is_floating_point():
+        kind = str(loss.dtype).removeprefix("torch.")
+        raise LossError(f"{name} returned a loss of dtype {kind}, expected a real floating-point number")
     return loss.reshape(())
 
 

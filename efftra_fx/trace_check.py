@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from efftra_fx.containers import take_apart
-from efftra_fx.errors import CaptureError
+from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
@@ -114,6 +114,17 @@ class _Eager:
 
 
 @contextmanager
+def _own_code(what: str) -> Iterator[None]:
+    """Run the user's own code; raise CaptureError for what it raises."""
+    try:
+        yield
+    except EfftraError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{what} not run on rows of the example: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
 def _casts_in_graph() -> Iterator[None]:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
@@ -126,7 +137,7 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     gradients, buffers and the state of random numbers as they were.
     """
     eager = _eager(model, captured, inputs, loss_fn)
-    with tensor_hooks_refused():
+    with tensor_hooks_refused(), _own_code("the model and its loss do"):
         loss, gradients, written = eager.step()
     with torch.enable_grad():
         results = eager.graph()
@@ -148,7 +159,8 @@ def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor])
     Leaves buffers and the state of random numbers as they were.
     """
     eager = _eager(model, captured, inputs, None)
-    leaves = eager.output()
+    with _own_code("the model does"):
+        leaves = eager.output()
     with torch.no_grad():
         found = eager.graph()[: OUTPUTS[captured.gm].loss]
     assert captured.out_tree is not None

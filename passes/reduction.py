@@ -78,7 +78,10 @@ class DeclareReduction:
         assert callable(function)
 
         def run(operands: Sequence[Tensor]) -> list[Tensor]:
-            found = function(*given.rebuild(list(operands)))
+            try:
+                found = function(*given.rebuild(list(operands)))
+            except Exception as error:
+                raise LossError(f"loss_reduction raised {type(error).__name__} for a part: {error}") from error
             if not isinstance(found, int | float) and not (isinstance(found, Tensor) and found.numel() == 1):
                 kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise LossError(f"loss_reduction returned {kind}, expected a number: the weight of the part")

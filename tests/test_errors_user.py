@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from efftra_fx import Cluster, EfftraError, compile
 from efftra_fx.cluster import Device, Link, Links
 from efftra_fx.compiler import Options, Report, choose_plan
+from efftra_fx.cost import CostTable, NodeCost, Timing
 from efftra_fx.errors import (
     BatchError,
     CaptureError,
     CheckpointError,
     ClusterError,
+    CostError,
     CoverageError,
     DeviceError,
     InputError,
@@ -129,6 +131,46 @@ STEPS: dict[str, tuple[type[EfftraError], str, Callable[[Tensor, Tensor], Any]]]
         InputError,
         "the model's forward(input) cannot be called like this: ... 'inputs'",
         lambda x, y: program().step(x, inputs=x, target=y),
+    ),
+    "a sparse tensor": (
+        InputError,
+        "argument 'input' is a sparse_coo tensor, expected a dense one",
+        lambda x, y: program().step(x.to_sparse(), target=y),
+    ),
+    "a tensor without values": (
+        InputError,
+        "argument 'input' lies on the meta device, so it has no values",
+        lambda x, y: program().step(x.to("meta"), target=y),
+    ),
+    "nothing to evaluate": (
+        InputError,
+        "argument 'input' has 0 rows, expected at least 1",
+        lambda x, y: program().evaluate(x[:0]),
+    ),
+    "another dtype to evaluate": (
+        CaptureError,
+        "the model does not run on rows of the example: RuntimeError: ... same dtype",
+        lambda x, y: program().evaluate(x.float()),
+    ),
+    "no state": (
+        CheckpointError,
+        "the state must be a dictionary of tensors by name, got NoneType",
+        lambda x, y: program().load_state_dict(None),
+    ),
+    "a state of no tensors": (
+        CheckpointError,
+        "'0.weight' is of type str, expected a tensor",
+        lambda x, y: program().load_state_dict({**program().state_dict(), "0.weight": "a"}),
+    ),
+    "no norm": (
+        InputError,
+        "max_norm must be a number of 0 or more, got nan",
+        lambda x, y: program().clip_grad_norm_(float("nan")),
+    ),
+    "a dump in a file": (
+        InputError,
+        "dump: cannot write into the folder ... name another",
+        lambda x, y: program().dump(__file__),
     ),
     "a state without a parameter": (
         CheckpointError,
@@ -252,6 +294,36 @@ ASKED: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         "batch_dims says dimension 7 for 'input', which has shape [12, 6]",
         {"batch_dims": {"input": 7}},
     ),
+    "example inputs": (
+        InputError,
+        "example_inputs must be the tuple of positional arguments, got dict",
+        {"example_inputs": {"input": 1}},
+    ),
+    "example arguments by name": (
+        InputError,
+        "example_kwargs must be a dictionary of arguments by name, got list",
+        {"example_kwargs": [1]},
+    ),
+    "an empty example": (
+        InputError,
+        "argument 'target' has 0 rows, expected at least 1",
+        {"example_inputs": (torch.ones(0, 6).double(),), "example_target": torch.ones(0).long()},
+    ),
+    "no function for an optimizer": (
+        InputError,
+        "optimizer must be a function from parameters to an optimizer, got SGD",
+        {"optimizer": torch.optim.SGD([torch.ones(1)], 0.1)},
+    ),
+    "a function that makes no optimizer": (
+        InputError,
+        "optimizer= must return an optimizer, with step and zero_grad, got NoneType",
+        {"optimizer": lambda parameters: None},
+    ),
+    "costs of another model": (
+        CostError,
+        "costs: the table has none of the model's ... blocks among its 1 entries",
+        {"costs": CostTable("other", (NodeCost("a", Timing(), Timing()),))},
+    ),
     "nothing to trace": (
         InputError,
         "needs optimizer=lambda parameters: ... or give example_inputs=",
@@ -295,6 +367,26 @@ MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         LossError,
         "returned dict, expected a scalar tensor as the loss",
         {"loss_fn": lambda output, target: {"loss": output.sum()}},
+    ),
+    "a complex loss": (
+        LossError,
+        "loss_fn returned a loss of dtype complex128, expected a real floating-point number",
+        {"loss_fn": lambda output, target: (output * 1j).sum()},
+    ),
+    "a whole loss": (
+        LossError,
+        "loss_fn returned a loss of dtype int64, expected a real floating-point number",
+        {"loss_fn": lambda output, target: output.argmax()},
+    ),
+    "an example of another dtype than the parameters": (
+        CaptureError,
+        "the model and its loss do not run on rows of the example: RuntimeError: ... same dtype",
+        {"example_inputs": (torch.ones(12, 6),)},
+    ),
+    "a weight of parts that raises": (
+        LossError,
+        "loss_reduction raised ZeroDivisionError for a part: division by zero",
+        {"loss_reduction": lambda args, kwargs, target: 1 / 0},
     ),
     "no loss": (LossError, "the model returned a loss of shape [12, 3], expected a scalar", {"loss_fn": None}),
     "a loss without the model": (
