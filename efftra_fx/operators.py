@@ -9,6 +9,7 @@ it is taken only if the dispatcher is asked for the same overload with the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,9 +86,12 @@ def _spellings(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def reaches(
     spelling: Spelling, overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Tell whether a spelling asks the dispatcher for `overload` with these arguments; nothing is computed."""
+    """Tell whether a spelling asks the dispatcher for `overload` with these arguments; nothing is computed.
+
+    What torch says of a spelling that it does not like is not the user's business.
+    """
     try:
-        with private.below_autograd(), _Trial():  # type: ignore[no-untyped-call]
+        with private.below_autograd(), _Trial(), warnings.catch_warnings(action="ignore"):  # type: ignore[no-untyped-call]
             spelling(args, kwargs)
     except _Reached as reached:
         return reached.overload is overload and _same(

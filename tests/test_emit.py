@@ -295,6 +295,16 @@ def test_a_spelling_that_would_reach_another_overload_is_not_taken() -> None:
     assert torch.equal(boxed((x, 2), {}), x + 2)
 
 
+def test_spellings_that_torch_warns_of_are_tried_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        assert not reaches(Spelling(torch.add), aten.add.Scalar, (torch.empty(1, device="meta"), 2.0, 1), {})
+    finally:
+        torch.set_warn_always(always)
+    assert not recwarn.list
+
+
 def test_lists_of_sizes_are_written_out() -> None:
     x = torch.randn(2, 6)
     spelling = spell(aten.view.default, (x, [3, 4]), {})
