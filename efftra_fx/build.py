@@ -392,7 +392,8 @@ def check_meetings(programs: Mapping[int, RankProgram], works: Mapping[int, Stag
         cells = [i for i in programs[rank].instructions if isinstance(i, Load)]
         sizes = sorted({cell.stop - cell.start for cell in cells})
         if work.together:
-            mine.append([rank, list(work.together), [f"{n} rows {m}" for n in sizes for m in _meetings(work, n)]])
+            sums = [f"{n} rows {_within_group(m)}" for n in sizes for m in _meetings(work, n)]
+            mine.append([rank, list(work.together), sums])
         for rows in sizes if work.beside else ():
             mine.append([rank, [-1, *work.beside], [m for m in _meetings(work, rows) if "replicas" in m]])
     first: dict[tuple[int, ...], tuple[int, list[str]]] = {}
@@ -404,6 +405,11 @@ def check_meetings(programs: Mapping[int, RankProgram], works: Mapping[int, Stag
                     f"rank {rank} sums {there} where rank {other} sums {here}; ranks that meet must do so in the same "
                     "sums in the same order"
                 )
+
+
+def _within_group(meeting: str) -> str:
+    """Return what all ranks of a tensor group say alike: of a meeting over replicas each has its own channels."""
+    return f"{meeting.partition('[')[0]} over replicas" if "over replicas" in meeting else meeting
 
 
 def _meetings(work: StageWork, rows: int) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[nn.Module, Tensor]] = {
 
 
 def start(
-    kind: str, batch_norm: str, replicas: tuple[int, ...], **fixed: Any
+    kind: str, batch_norm: str, replicas: tuple[int, ...], ranks: int = 4, **fixed: Any
 ) -> tuple[CompiledModel, nn.Module, Tensor]:
     """Compile a kind for ranks of this process; return it with a twin of the model and the batch."""
     norm, x = KINDS[kind]
@@ -71,7 +71,7 @@ def start(
     model.train()
     program = compile(
         model,
-        Cluster.local(4),
+        Cluster.local(ranks),
         example_inputs=(x,),
         example_target=torch.arange(len(x)) % 3,
         loss_fn=cross_entropy,
@@ -140,6 +140,12 @@ def test_local_statistics_differ_and_a_check_says_why() -> None:
 def test_exact_statistics_hold_where_tensor_groups_cut_the_channels() -> None:
     program, twin, x = start("images", "exact", (2,), tensor=(2,))
     assert program.plan.stages[0].tensor == 2 and program.built.shares(0)
+    train_both(program, twin, x)
+
+
+def test_exact_statistics_hold_where_ranks_of_a_group_have_different_numbers_of_channels() -> None:
+    program, twin, x = start("images", "exact", (2,), ranks=6, tensor=(3,))
+    assert len({p.shape[0] for p in (program.built.tensors[r].parameters["0.weight"] for r in range(3))}) == 2
     train_both(program, twin, x)
 
 
