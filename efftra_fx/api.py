@@ -525,7 +525,7 @@ class CompiledModel:
         named = dict(zip(call.tensor_names, tensors, strict=True))
         buffers = next(iter(self.built.tensors.values())).buffers
         for form in forms:
-            if form.guards is None or form.guards.broken(named, buffers) is None:
+            if form.python.moved() is None and (form.guards is None or form.guards.broken(named, buffers) is None):
                 return form
         owners = {p.name: p.stages for p in self.wiring.parameters}
         sharded, device = self.built.back.sharded, self.world.device.type

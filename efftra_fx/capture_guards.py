@@ -128,9 +128,13 @@ def no_questions() -> Iterator[None]:
 
 
 class AsksValuesError(CaptureError):
-    """Raise where Python asks for a value; `paths` are the modules in which it does, the innermost first."""
+    """Raise where Python asks for a value, or cannot be traced for another `reason`.
+
+    `paths` are the modules in which it does, the innermost first.
+    """
 
     paths: tuple[str, ...] = ()
+    reason: str = "it asks for values"
 
 
 @contextmanager
@@ -188,7 +192,7 @@ def _answer(value: Any) -> Any:
 def split_guards(
     gm: fx.GraphModule, results: Sequence[Any], asked: Sequence[Asked], written: Sequence[str]
 ) -> tuple[Guards, list[fx.Node]]:
-    """Return the guards as a graph of their own, and those nodes among `results` that need more than inputs.
+    """Return the guards as a graph of their own, and those nodes among `results` that need more than inputs, or chance.
 
     `results` are the nodes that were `asked`, `written` the buffers that the step writes: their values are not
     those of the example when the next step asks. What depends on parameters and only decides an error is left out.
@@ -199,7 +203,7 @@ def split_guards(
             role = ROLE[node]
             free[node] = role.kind in ("input", "constant") or (role.kind == "buffer" and role.name not in written)
         elif node.op == "call_function":
-            free[node] = all(free[n] for n in node.all_input_nodes)
+            free[node] = not _draws(node) and all(free[n] for n in node.all_input_nodes)
     kept: dict[tuple[Any, str], tuple[Any, Any, str]] = {}
     bound: list[fx.Node] = []
     for result, one in zip(results, asked, strict=True):
@@ -212,6 +216,15 @@ def split_guards(
     guards = fx.GraphModule(gm, graph)
     CONSTANTS[guards] = CONSTANTS[gm]
     return Guards(guards, tuple(a for _, a, _ in kept.values()), tuple(line for _, _, line in kept.values())), bound
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def depends_on_chance(node: fx.Node) -> bool:
+    """Say whether a value is computed from random numbers."""
+    return any(_draws(n) for n in ancestors([node]))
 
 
 def _reads(node: fx.Node) -> bool:

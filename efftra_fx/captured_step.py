@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from efftra_fx.errors import CaptureError
+from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call
 from efftra_fx.trace import Captured, LossFn, capture
 from efftra_fx.trace_check import check_capture
@@ -31,7 +33,16 @@ def capture_step(
     part), which `as_it_is`, a reason, asks for at once.
     """
 
+    modules = (model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)
+
     def captured(whole_loss: str) -> Captured:
+        before = PythonState(*modules)
+        try:
+            return as_captured(whole_loss)
+        finally:
+            before.restore()
+
+    def as_captured(whole_loss: str) -> Captured:
         begin = time.perf_counter()
         found = capture(model, call, tensors, dims, loss_fn, whole_loss=whole_loss, divided=divided)
         timed("trace", begin)
@@ -45,7 +56,8 @@ def capture_step(
             )
         if check or whole_loss:
             begin = time.perf_counter()
-            check_capture(model, found, tensors if found.guards is not None or whole_loss else small, loss_fn)
+            use = check_capture(model, found, tensors if found.guards is not None or whole_loss else small, loss_fn)
+            found = replace(found, python=use)
             timed("check capture", begin)
         return found
 

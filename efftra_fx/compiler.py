@@ -259,7 +259,7 @@ def front_end(
             options.loss_as_it_is,
         )
     else:
-        check_capture(model, captured, small, options.loss_fn)
+        captured = replace(captured, python=check_capture(model, captured, small, options.loss_fn))
     report.graph("trace", captured.gm)
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
     parameters = [role for role in roles if role.kind == "parameter"]
@@ -302,7 +302,13 @@ def front_end(
     norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
     counters, pairwise = _counters(gm), _pairwise(gm)
     buffers = _buffer_notes(gm, counters, norms)
-    notes = (*_notes(norms, options.batch_norm), *buffers, *hook_notes(*models), *_opaque_notes(captured, divided))
+    notes = (
+        *_notes(norms, options.batch_norm),
+        *buffers,
+        *hook_notes(*models),
+        *_opaque_notes(captured, divided),
+        *_python_notes(captured),
+    )
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
     gm = run_passes(
@@ -327,6 +333,16 @@ def front_end(
         pairwise,
         options.batch_norm if norms else "",
         alone,
+    )
+
+
+def _python_notes(captured: Captured) -> tuple[str, ...]:
+    """Say once which attributes forward would write."""
+    if not captured.python.writes:
+        return ()
+    return (
+        f"forward writes {', '.join(captured.python.writes)} in Python, which happens while the model is captured and "
+        "not at each step",
     )
 
 

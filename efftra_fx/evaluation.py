@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from efftra_fx.capture_guards import Guards
 from efftra_fx.compiler import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError, InputError
-from efftra_fx.meta import BATCH, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
+from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch, is_random
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.lower import lower
@@ -29,6 +29,7 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
+from efftra_fx.python_state import PythonUse
 from efftra_fx.runtime.executor import Executor, drawing
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
@@ -51,6 +52,8 @@ class Evaluation:
     guards: Guards | None
     codes: tuple[tuple[ForwardCode | MeetingForward, ...], ...]  # by stage, one for each rank of a tensor group
     random: tuple[bool, ...]  # by stage: whether it draws random numbers
+    constants: Mapping[str, Tensor]  # of this graph, which another may have under the same names
+    python: PythonUse  # what the model reads in Python
     alike: bool  # whether it reads the keys of random numbers that any plan draws
 
 
@@ -76,7 +79,7 @@ def compile_evaluation(
         model.eval()
         small = proof_inputs(tensors, dims, rows)
         captured = capture(model, call, small if rows == 1 else tensors, dims, want="output")
-        check_output(model, captured, tensors if captured.guards is not None and rows > 1 else small)
+        use = check_output(model, captured, tensors if captured.guards is not None and rows > 1 else small)
     finally:
         for name, module in model.named_modules():
             module.training = modes[name]
@@ -102,7 +105,8 @@ def compile_evaluation(
         for stage, one in zip(stages, sharded, strict=True)
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, codes, random, alike)
+    held = {name: constant.to(device) for name, constant in CONSTANTS[gm].items()}
+    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, codes, random, held, use, alike)
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
@@ -223,7 +227,8 @@ def run_evaluation(
             group = tensor_group(plan, transport.rank)
             draws = evaluation.random[program.stage]
             stage = StageWork(program.stage, graph.roles, graph.sends, own, (), lambda _: code, draws, together=group)
-        executor = Executor(program, values, stage, tensors[transport.rank], None, transport, {})
+        held = replace(tensors[transport.rank], constants=dict(evaluation.constants))
+        executor = Executor(program, values, stage, held, None, transport, {})
         result = yield from executor.run(batch, seed)
         joined = yield from gather_parts(transport, everyone, bounds, result.parts, "gathering outputs")
         transport.drain("gathering outputs")

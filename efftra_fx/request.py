@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Options
@@ -26,6 +27,12 @@ def check_subjects(model: object, cluster: object, loss_fn: object, optimizer: o
     """Raise InputError, ClusterError or LossError where one of them is not what it must be."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}; wrap it in a module")
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise InputError(
+            f"'{lazy[0]}' of the model has no shape yet, since its module is lazy; call the model once on a batch "
+            "before compile"
+        )
     if not isinstance(cluster, Cluster):
         raise ClusterError(
             f"cluster must be a Cluster, got {type(cluster).__name__}; use Cluster.from_env(), Cluster.local(n) or "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -24,7 +25,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from efftra_fx import private
 from efftra_fx.capture_align import align, keep_places
-from efftra_fx.capture_guards import Answers, Asked, AsksValuesError, Guards, no_questions, split_guards
+from efftra_fx.capture_checkpoints import checkpoints_inline
+from efftra_fx.capture_guards import (
+    Answers,
+    Asked,
+    AsksValuesError,
+    Guards,
+    depends_on_chance,
+    no_questions,
+    split_guards,
+)
 from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_normal import make_normal
 from efftra_fx.capture_norms import averages_of_all_batches
@@ -35,9 +45,11 @@ from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.places import is_user_file, line_of_error, modules_of_error
+from efftra_fx.python_state import PythonUse
 from efftra_fx.signature import Call, distinct
 
 LossFn = Callable[..., Any]
+_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Captured:
     guards: Guards | None = None
     opaque: tuple[tuple[str, str], ...] = ()
     flags: tuple[Any, ...] = ()
+    python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
 
 
@@ -239,6 +252,7 @@ class _Attempt:
             stack.enter_context(functions_kept_whole())
             stack.enter_context(alignments_kept_whole())
             stack.enter_context(averages_of_all_batches())
+            stack.enter_context(checkpoints_inline())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
             program = _export(step, self.tensors, self.batch_leaves, self.moving)
@@ -251,7 +265,7 @@ class _Attempt:
             symbolic = _is_symbolic(gm, self.batch_leaves)
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
-        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, self.flags, reason)
+        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, self.flags, whole_loss=reason)
 
     def aligned(self, step: _Step, gm: fx.GraphModule) -> fx.GraphModule:
         """Return the graph for any number of rows where the exporter gave one for the example's alone."""
@@ -331,7 +345,7 @@ def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
             ]
             for inner in [q for q in attempt.opaque if any(q.startswith(f"{p}.") for p in alike)]:
                 del attempt.opaque[inner]
-            attempt.opaque.update({p: f"it asks for values at {line}" for p in alike})
+            attempt.opaque.update({p: f"{again.reason} at {line}" if line else again.reason for p in alike})
 
 
 def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Answers, tuple[Watch, Watch]]:
@@ -426,9 +440,12 @@ def _export(
             cause.paths = cause.paths or modules_of_error(cause.__traceback__, step.model)
         if isinstance(cause, EfftraError):
             raise cause from None
-        if _needs_values(error):
+        paths = modules_of_error(error.__traceback__, step.model) or _module_of_constant(error)
+        if _needs_values(error) or paths:
             asks = AsksValuesError(_why(error))
-            asks.paths = modules_of_error(error.__traceback__, step.model)
+            asks.paths = paths
+            if not _needs_values(error):
+                asks.reason = f"it cannot be traced ({_first_line(error)})"
             raise asks from error
         raise CaptureError(_why(error)) from error
     finally:
@@ -444,16 +461,30 @@ def _needs_values(error: BaseException) -> bool:
     )
 
 
+def _module_of_constant(error: BaseException) -> tuple[str, ...]:
+    """Return the module in which the exporter lost track of a tensor, and those around it, the innermost first."""
+    found = re.search(r"model attribute: model\.(\S+)\.\w+", str(error))
+    parts = found[1].split(".") if found else []
+    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    if "fake tensor in the exported program" in text:
+        return "it computes with tensors that a tracer cannot follow, as torch.func.vmap, autograd.grad and .data do"
+    return text.splitlines()[0]
+
+
 def _why(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
-    first = text.splitlines()[0]
+    first = _first_line(error)
     place = line_of_error(error.__traceback__)
     place = f" at {place}" if place else ""
     if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
         first = f"it branches on, or takes a size from, the value of a tensor ({first.split('. ')[0]})"
         remedy = "replace the branch by torch.where, or move it out of forward"
     else:
-        remedy = "see the cause above"
+        remedy = "see the cause above, or put that part into a module of its own, which then runs as it is"
     return f"the model cannot be captured as a graph: {first}{place}; {remedy}"
 
 
@@ -477,16 +508,15 @@ def _plain_graph(program: ExportedProgram, step: _Step, asked: Sequence[Asked]) 
             continue
         first[role.kind, role.name] = node
         ROLE[node] = role
-    mutated = [
-        (spec.target, spec.kind)
-        for spec in signature.output_specs
-        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
-    ]
-    for target, kind in mutated:
+    mutated = [(spec.target, spec.kind) for spec in signature.output_specs if spec.kind in _MUTATIONS]
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    values = list(output.args[0])
+    for (target, kind), value in zip(mutated, values, strict=False):
         if kind is OutputKind.USER_INPUT_MUTATION:
             raise CaptureError(f"the model writes into its input '{target}' in place; clone it in forward first")
+        if kind is OutputKind.PARAMETER_MUTATION:
+            raise CaptureError(_writes_parameter(names.get(str(target), _bare(str(target))), value))
     make_normal(gm.graph)
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     values = list(output.args[0])
     news, results = values[: len(mutated)], values[len(mutated) :]
     _note_places(gm.graph, step)
@@ -501,6 +531,16 @@ def _plain_graph(program: ExportedProgram, step: _Step, asked: Sequence[Asked]) 
     CONSTANTS[clean] = constants
     clean.recompile()
     return clean, guards
+
+
+def _writes_parameter(name: str, value: fx.Node) -> str:
+    lines = [line.strip() for line in (value.meta.get("stack_trace") or "").splitlines()]
+    users = [line for line in lines if line.startswith("File") and is_user_file(line.split('"')[1])]
+    place = f" at {users[-1]}" if users else ""
+    return (
+        f"forward writes parameter '{name}' in place{place}, which every part of the batch would do; write it between "
+        "steps (under torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
+    )
 
 
 def _split_guards(
@@ -520,7 +560,8 @@ def _split_guards(
         line = next(one.line for node, one in zip(results[count:], asked, strict=True) if node is bound[0])
         error = AsksValuesError(
             "the model cannot be captured as a graph: it branches on, or takes a size from, a value that depends on "
-            f"parameters at {line}; replace the branch by torch.where, or put that part into a module of its own"
+            f"{'random numbers' if depends_on_chance(bound[0]) else 'parameters'} at {line}; replace the branch by "
+            "torch.where, or put that part into a module of its own"
         )
         error.paths = _paths(bound[0])
         raise error

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
+from efftra_fx.python_state import PythonState, PythonUse, reads_noted
 from efftra_fx.trace import Captured, LossFn, loss_of
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
@@ -54,7 +56,8 @@ class _Eager:
         """Return loss, gradients and new buffer values; leave buffers and the state of random numbers as they were."""
         call, held = self.captured.call, HeldBuffers(*self.modules)
         try:
-            with torch.random.fork_rng(), torch.enable_grad(), record.on() if record else nullcontext():
+            noting = record.on() if record else nullcontext()
+            with torch.random.fork_rng(), torch.enable_grad(), checkpoints_inline(), noting:
                 torch.manual_seed(0)
                 args, kwargs, target = call.rebuild([t.clone() for t in self.inputs])
                 loss = loss_of(self.model(*args, **kwargs), self.loss_fn, target, call.has_target)
@@ -130,15 +133,20 @@ def _casts_in_graph() -> Iterator[None]:
         yield
 
 
-def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> None:
-    """Raise CaptureError where the graph's loss, gradients or buffers differ from the eager model's.
+def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> PythonUse:
+    """Return what the model does in Python; raise CaptureError where the graph is not the eager model.
+
+    That is where loss, gradients or buffers differ, or where the next call would compute something else.
 
     The error names what differs, and the first node at which the graph leaves the model. Leaves parameters,
     gradients, buffers and the state of random numbers as they were.
     """
     eager = _eager(model, captured, inputs, loss_fn)
-    with tensor_hooks_refused(), _own_code("the model and its loss do"):
+    state = PythonState(*eager.modules)
+    with tensor_hooks_refused(), _own_code("the model and its loss do"), reads_noted(state) as noted:
         loss, gradients, written = eager.step()
+    use = state.use(noted)
+    _refuse_python(eager, state, use, loss)
     with torch.enable_grad():
         results = eager.graph()
         found = _gradients(results[0], eager.parameters)
@@ -151,16 +159,45 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
         record = EagerRecord()
         eager.step(record)
         raise _explained(eager, difference, record)
+    return use
 
 
-def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> None:
-    """Raise CaptureError where the graph of a model's output gives another output than the model as it is now.
+def _refuse_python(eager: _Eager, state: PythonState, use: PythonUse, loss: Tensor) -> None:
+    """Raise CaptureError where Python's own random numbers, or attributes that forward writes, decide the loss.
 
-    Leaves buffers and the state of random numbers as they were.
+    Leaves the attributes as they were.
+    """
+    drawn = state.drawn()
+    if drawn is not None:
+        state.restore()
+        others = [eager.step()[0] for _ in state.extremes()]
+        if any(_apart("the loss", other, loss) is not None for other in others):
+            raise CaptureError(
+                f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
+                "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
+            )
+    if not use.writes:
+        return
+    again = eager.step()[0]
+    state.restore()
+    if _apart("the loss", again, loss) is not None:
+        raise CaptureError(
+            f"forward writes {', '.join(use.writes)} and computes another loss with it at the next call, which a "
+            "captured step would not; keep it in a buffer (register_buffer) and write it there in place"
+        )
+
+
+def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> PythonUse:
+    """Return what the model does in Python; raise CaptureError where its graph gives another output than the model.
+
+    Leaves buffers, plain attributes and the state of random numbers as they were.
     """
     eager = _eager(model, captured, inputs, None)
-    with _own_code("the model does"):
+    state = PythonState(model)
+    with _own_code("the model does"), reads_noted(state) as noted:
         leaves = eager.output()
+    use = state.use(noted)
+    state.restore()
     with torch.no_grad():
         found = eager.graph()[: OUTPUTS[captured.gm].loss]
     assert captured.out_tree is not None
@@ -175,6 +212,7 @@ def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor])
             record = EagerRecord()
             eager.output(record)
             raise _explained(eager, difference, record)
+    return use
 
 
 def _eager(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> _Eager:

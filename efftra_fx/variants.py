@@ -43,6 +43,10 @@ def choose(
         if built.front.captured.flags != flags:
             reason = "modules or parameters of the model were switched (training, requires_grad) since it was captured"
             continue
+        moved = built.front.captured.python.moved()
+        if moved is not None:
+            reason = moved
+            continue
         line = broken_guard(built.front, call, tensors, buffers)
         if line is None:
             return index

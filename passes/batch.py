@@ -6,12 +6,14 @@ random masks fixed. How whole and parts relate is written down: rows, whole, sum
 The dimension comes from the shapes; equality of values is the proof that the rows of a
 part do not feel the rows of another. The batch is cut in two ways, so that no row stands
 alone by chance. A value that is computed from rows is never called the same for all parts
-because it happens to be: only what reads no row, or just the shape of rows, is.
+because it happens to be: only what reads no row, or just the shape of rows, is. An operator
+that cannot be computed of a part (the two best rows of one) needs the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -65,10 +67,15 @@ class ProveBatch:
         whole = evaluate_nodes(gm, values, self.inputs)
         mark_free(gm)
         reading = reads_rows(gm, self.batch_leaves)
-        alike, undivided = self.rows_alike(gm), _undivided(gm)
+        alike, refused = self.rows_alike(gm), set[fx.Node]()
         for middle in dict.fromkeys((1, rows - 1)):
             cut = (slice(0, middle), slice(middle, rows))
-            parts = [evaluate_nodes(gm, values, take_rows(self.inputs, self.batch_leaves, part)) for part in cut]
+            parts = []
+            for part in cut:
+                recorder = _Recorder(gm, whole=whole)
+                parts.append(_evaluate(recorder, gm, values, take_rows(self.inputs, self.batch_leaves, part)))
+                refused |= recorder.refused
+            undivided = _undivided(gm, refused)
             for node in gm.graph.nodes:
                 if node.op == "output":
                     continue
@@ -95,9 +102,9 @@ class ProveBatch:
         return reads_rows(gm, [0 if alike else None for alike in same])
 
 
-def _undivided(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that must see the whole batch, and all that follows from them."""
-    found: set[fx.Node] = set()
+def _undivided(gm: fx.GraphModule, refused: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that must see the whole batch, or `refused` a part of it, and all that follows from them."""
+    found: set[fx.Node] = set(refused)
     for node in gm.graph.nodes:
         whole = node.op == "call_function" and needs_whole_batch(node.target)
         if whole or any(n in found for n in node.all_input_nodes):
@@ -186,19 +193,33 @@ _BATCH_NORMS = frozenset(
 class _Recorder(fx.Interpreter):
     """Compute every node in double precision and keep its value."""
 
-    def __init__(self, gm: fx.GraphModule, only: fx.Node | None = None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, only: fx.Node | None = None, whole: Mapping[fx.Node, Any] | None = None
+    ) -> None:
         super().__init__(gm, garbage_collect_values=only is not None)
         self.record: dict[fx.Node, Any] = {}
         self.only = only
+        self.whole = whole
+        self.refused: set[fx.Node] = set()
 
     def run_node(self, node: fx.Node) -> Any:
         if node.op in ("call_function", "get_attr"):
-            value = _wide(self._value(node)) if node.op == "call_function" else _wide(super().run_node(node))
+            value = _wide(self._of_part(node)) if node.op == "call_function" else _wide(super().run_node(node))
         else:
             value = super().run_node(node)
         if self.only in (None, node):
             self.record[node] = value
         return value
+
+    def _of_part(self, node: fx.Node) -> Any:
+        """Return a node's value; what cannot be computed of a part is written down, and the whole's stands in."""
+        try:
+            return self._value(node)
+        except (RuntimeError, IndexError, ValueError):
+            if self.whole is None:
+                raise
+            self.refused.add(node)
+            return self.whole[node]
 
     def _value(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)

@@ -58,6 +58,7 @@ def proven(function: Callable[..., Any], x: Tensor | None = None) -> tuple[Split
         (lambda x, w: (x @ w) @ (x @ w).t(), Split("mixed")),
         (lambda x, w: (x @ w).amax(), Split("mixed")),
         (lambda x, w: (x @ w).flip(0), Split("mixed")),
+        (lambda x, w: (x @ w).topk(2, 0).values.sum(0) + x[:, :3], Split("mixed")),  # a part of one row has no two
     ],
 )
 def test_a_value_follows_the_batch_as_proven(function: Callable[..., Any], expected: Split) -> None:

@@ -352,7 +352,38 @@ class Branching(nn.Module):
         return -y  # type: ignore[no-any-return]
 
 
+class WritesWeights(nn.Linear):
+    """Keeps its weights small, as it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class Skips(nn.Linear):
+    """Is left out by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if torch.rand(()) < 0.5 else -x)
+
+
 MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
+    "a weight that forward writes": (
+        CaptureError,
+        "forward writes parameter 'weight' in place at ... test_errors_user.py ... write it between steps",
+        {"model": WritesWeights(6, 3).double()},
+    ),
+    "a branch on a random number": (
+        CaptureError,
+        "branches on ... that depends on random numbers at ... test_errors_user.py: ... torch.where",
+        {"model": Skips(6, 3).double()},
+    ),
+    "a lazy module": (
+        InputError,
+        "'weight' of the model has no shape yet, since its module is lazy; call the model once",
+        {"model": nn.LazyLinear(3).double()},
+    ),
     "a branch on a value": (
         CaptureError,
         "the model cannot be captured as a graph: it branches on ... at ... test_errors_user.py: ... torch.where",

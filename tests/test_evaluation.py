@@ -115,6 +115,41 @@ def test_it_takes_what_the_model_takes() -> None:
         program.evaluate(*batch.args, batch.target)
 
 
+class KeepsMask(nn.Module):
+    """Makes its mask at the first call and keeps it; what it multiplies by depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.mask: Tensor | None = None
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.tril(torch.ones(6, 6, dtype=x.dtype))
+        hidden = self.one(x) @ self.mask * torch.tensor([2.0 if self.training else 3.0], dtype=x.dtype)
+        return self.two(hidden) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_its_constants_are_its_own_and_what_is_set_between_steps_counts(kept: bool) -> None:
+    torch.manual_seed(0)
+    model, x, target = KeepsMask().double(), torch.randn(5, 6, dtype=torch.float64), torch.arange(5) % 3
+    if kept:
+        model(x)
+    fixed: Any = dict(example_inputs=(x,), example_target=target, stages=2, micro_batches=2, costs="estimated")
+    program = compile(model, Cluster.local(2), loss_fn=F.cross_entropy, **fixed)
+    for scale in (1.0, 0.5, 1.0):
+        model.scale = scale
+        loss = program.step(x, target=target)
+        found = program.evaluate(x)
+        with torch.no_grad():
+            torch.testing.assert_close(loss, F.cross_entropy(model(x), target), rtol=1e-12, atol=0)
+            model.eval()
+            assert_same_output(model(x), found)
+            model.train()
+
+
 class TimeFirst(nn.Module):
     """Rows lie in dimension 1, one among another once time and rows are one dimension, as a linear layer makes them."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import compiled
-from habits import Experts, Habit, WithExperts, classes, cross_entropy, features, plain
+from against_eager import assert_matches, compiled
+from habits import WIDTH, Experts, Habit, WithExperts, classes, cross_entropy, features, plain
 from rig import assert_close, lay_out
 from torch import Tensor, nn
 
@@ -169,6 +169,43 @@ def test_what_is_no_tensor_in_its_result_is_kept() -> None:
     found, expected = step(program, habit, 0), eagerly(habit, 0)
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     assert_close(expected[1], found[1], 1e-9, "gradient")
+
+
+class Slope(nn.Module):
+    """The derivative of a layer by what it is given, as autograd gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(torch.tanh(self.layer(point)).sum(), point, create_graph=True)[0]
+
+
+class Mapped(nn.Module):
+    """A layer written for one row, and mapped over all."""
+
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = torch.func.grad(lambda v: torch.tanh(self.layer(v)).sum()) if self.inner else self.layer
+        return torch.vmap(row)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["slope", "mapped", "mapped slope"])
+def test_a_module_that_no_tracer_can_follow_trains_as_on_one_device(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(4, WIDTH), nn.Tanh(), Slope() if what == "slope" else Mapped(what != "mapped"), nn.Linear(WIDTH, 3)
+    )
+    assert_matches(Habit(model.double(), (features(),), classes(), cross_entropy))
+    assert "module '2' runs as it is, in one piece: it cannot be traced" in capsys.readouterr().err
 
 
 def test_what_it_draws_cannot_be_drawn_alike_by_any_plan() -> None:

@@ -1,0 +1,171 @@
+"""What forward reads and writes in Python: plain attributes of modules, and random numbers that are not torch's.
+
+A captured step runs no Python. A number that forward counts up on a module, or draws from
+`random` or NumPy, would stay for ever what it was during capture. Where that changes what is
+computed it is refused by name; where it does not, it is said. What a user sets between steps
+(a dropout's `p`, a temperature) makes another form of step.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
+_MISSING = object()
+_MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alone
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute that forward read, by its module and name, with its value."""
+
+    path: str
+    module: nn.Module
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return _place(self.path, self.name)
+
+    @property
+    def now(self) -> Any:
+        """The value that it has at present."""
+        return vars(self.module).get(self.name)
+
+
+@dataclass(frozen=True)
+class PythonUse:
+    """What one forward read in Python, and the attributes that it wrote, in words."""
+
+    reads: tuple[Read, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def moved(self) -> str | None:
+        """Say which attribute that forward reads is another one now, or None."""
+        for read in self.reads:
+            if type(read.now) is not type(read.value) or read.now != read.value:
+                return f"{read} was {read.value!r} when the step was captured and is {read.now!r} now"
+        return None
+
+
+class PythonState:
+    """The Python state of modules as it is now."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.modules = {module: path for model in models for path, module in model.named_modules()}
+        self.attributes = {module: _attributes(module) for module in self.modules}
+        self.sizes = {(m, name): _size(value) for m, held in self.attributes.items() for name, value in held.items()}
+        self.draws = _draws()
+
+    def extremes(self) -> Iterator[None]:
+        """Put the generators outside of torch into states that give least, then most, and back at the end."""
+        try:
+            for word in (0, _MOST):
+                _set_draws(word)
+                yield
+        finally:
+            _restore_draws(self.draws)
+
+    def drawn(self) -> str | None:
+        """Say which generator outside of torch has been drawn from since, or None."""
+        return next((name for name, state in _draws().items() if state != self.draws.get(name, state)), None)
+
+    def written(self) -> list[str]:
+        """Return the attributes that are others now, in words."""
+        return [_place(self.modules[module], name) for module, name in self._changed()]
+
+    def use(self, read: dict[tuple[nn.Module, str], Any]) -> PythonUse:
+        """Return what was read and written since; what forward writes itself is not among what it reads."""
+        changed = set(self._changed())
+        reads = (Read(self.modules[m], m, n, v) for (m, n), v in read.items() if (m, n) not in changed)
+        return PythonUse(tuple(r for r in reads if r.name not in _OWN), tuple(self.written()))
+
+    def restore(self) -> None:
+        """Give the modules the attributes that they had, and the generators outside of torch their states."""
+        _restore_draws(self.draws)
+        for module, name in self._changed():
+            value = self.attributes[module].get(name, _MISSING)
+            if value is _MISSING:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = value
+
+    def _changed(self) -> list[tuple[nn.Module, str]]:
+        changed = []
+        for module, before in self.attributes.items():
+            now = _attributes(module)
+            for name in dict.fromkeys((*before, *now)):
+                a, b = before.get(name, _MISSING), now.get(name, _MISSING)
+                same = type(a) is type(b) and a == b if isinstance(a, _PLAIN) else a is b
+                if not same or _size(b) != self.sizes.get((module, name)):
+                    changed.append((module, name))
+        return changed
+
+
+@contextmanager
+def reads_noted(state: PythonState) -> Iterator[dict[tuple[nn.Module, str], Any]]:
+    """While this lasts, write down the plain attributes that are read of the modules, with their first values."""
+    noted: dict[tuple[nn.Module, str], Any] = {}
+    plain = object.__getattribute__
+
+    def get(module: Any, name: str) -> Any:
+        value = plain(module, name)
+        if isinstance(value, _PLAIN) and name not in _OWN and name in plain(module, "__dict__"):
+            if module in state.modules:
+                noted.setdefault((module, name), value)
+        return value
+
+    nn.Module.__getattribute__ = get  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        del nn.Module.__getattribute__
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def _size(value: Any) -> int | None:
+    return len(value) if isinstance(value, list | dict | set) else None
+
+
+def _draws() -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy.random")
+    states: dict[str, Any] = {"random": random.getstate()}
+    if numpy is not None:
+        kind, key, *rest = numpy.get_state()
+        states["numpy.random"] = (kind, key.tobytes(), *rest)
+    return states
+
+
+def _set_draws(word: int) -> None:
+    """Let `random` and NumPy give the number that a word of their state stands for, a few hundred times."""
+    words = [word] * 600 + list(range(1, 25))  # the rest ends what draws until a number fits
+    random.setstate((3, (*words, 0), None))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
+
+
+def _restore_draws(states: dict[str, Any]) -> None:
+    random.setstate(states["random"])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy.random" in states:
+        kind, key, *rest = states["numpy.random"]
+        numpy.random.set_state((kind, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
+
+
+def _place(path: str, name: str) -> str:
+    return f"'{path}.{name}'" if path else f"'{name}' of the model"
+
+
+__all__ = ["PythonState", "PythonUse", "Read", "reads_noted"]

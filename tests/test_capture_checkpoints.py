@@ -1,0 +1,40 @@
+"""A checkpoint inside the model computes what the model computes, gradients that torch leaves out included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from against_eager import assert_matches
+from habits import Habit, Net, classes, cross_entropy, features
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+
+class Reentrant(Net):
+    """Recomputes a layer, or the first of all, to which no gradients come."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor, *more: object) -> Tensor:
+        h: Tensor = checkpoint(self.start, x, use_reentrant=True) if self.first else self.start(x)
+        h = torch.tanh(self.b(h)) if self.first else checkpoint(self.middle, h, use_reentrant=True)
+        out: Tensor = self.c(h)
+        return out
+
+    def start(self, x: Tensor) -> Tensor:
+        """Compute the first layer."""
+        return torch.tanh(self.a(x))
+
+    def middle(self, h: Tensor) -> Tensor:
+        """Compute the second layer."""
+        return torch.tanh(self.b(h))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_reentrant_checkpoint_trains_as_on_one_device(first: bool) -> None:
+    torch.manual_seed(3)
+    assert_matches(Habit(Reentrant(first).double(), (features(),), classes(), cross_entropy))
+    assert "apply" not in vars(CheckpointFunction)

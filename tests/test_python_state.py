@@ -1,0 +1,117 @@
+"""What forward keeps in Python is refused where it counts, said where it does not, and otherwise left alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from against_eager import assert_matches, compiled
+from habits import Habit, Net, classes, cross_entropy, features
+from torch import Tensor, nn
+
+from efftra_fx.errors import CaptureError
+from efftra_fx.python_state import PythonState, reads_noted
+
+
+def made(between: Callable[..., Tensor], **attributes: Any) -> Habit:
+    """Return a classifier with something between its layers, and attributes."""
+    torch.manual_seed(3)
+    model = Net(between)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return Habit(model.double(), (features(),), classes(), cross_entropy)
+
+
+def _counted(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return h
+
+
+def _warmed_up(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return h * min(1.0, m.calls / 10)
+
+
+def _listed(m: Any, h: Tensor) -> Tensor:
+    m.calls.append(1)
+    return h * len(m.calls)
+
+
+def _drawn(m: Any, h: Tensor) -> Tensor:
+    return h if random.random() < m.share else -h
+
+
+def _drawn_by_numpy(m: Any, h: Tensor) -> Tensor:
+    return h * float(numpy.random.uniform(1.0, 2.0))
+
+
+REFUSED: dict[str, tuple[Habit, str]] = {
+    "a warm-up": (
+        made(_warmed_up, calls=0),
+        "forward writes 'calls' of the model and computes another loss .* in a buffer",
+    ),
+    "a list": (made(_listed, calls=[]), "forward writes 'calls' of the model and computes another loss"),
+    "a branch by chance": (made(_drawn, share=0.01), "draws from Python's random decides the loss"),
+    "a factor by chance": (made(_drawn_by_numpy), "draws from Python's numpy.random decides the loss"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_decides_the_loss_is_refused_by_name(what: str) -> None:
+    habit, words = REFUSED[what]
+    states = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    with pytest.raises(CaptureError, match=words):
+        compiled(habit)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    assert what != "a warm-up" or habit.model.calls == 0
+
+
+def test_what_does_not_is_said_and_left_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    habit = made(_counted, calls=0)
+    assert_matches(habit, plans=(((2, 1), 3),))
+    assert habit.model.calls == 1  # that of the eager step that it was held against
+    assert "forward writes 'calls' of the model in Python, which happens while the model is captured" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_draw_that_decides_nothing_is_let_pass() -> None:
+    assert_matches(made(_drawn, share=-1.0), plans=(((1, 2), 2),))
+
+
+def test_what_is_set_between_steps_holds_from_the_next_on() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 3)).double()
+    x, target = features(), classes()
+    program = compiled(Habit(model, (x,), target, cross_entropy))
+    dropout: Any = model[1]
+    plain = program.step(x, target=target)
+    torch.testing.assert_close(plain, cross_entropy(model(x), target).detach(), rtol=1e-12, atol=0)
+    dropout.p = 1.0
+    torch.testing.assert_close(
+        program.step(x, target=target), cross_entropy(model(x), target).detach(), rtol=1e-12, atol=0
+    )
+    dropout.p = 0.0
+    assert torch.equal(program.step(x, target=target), plain)
+    assert len(program._variants) == 1
+
+
+def test_reads_and_writes_are_told_apart() -> None:
+    model: Any = made(_counted, calls=0, share=0.5).model
+    state = PythonState(model)
+    with reads_noted(state) as noted:
+        _counted(model, torch.zeros(1))
+        assert model.share == 0.5
+    use = state.use(noted)
+    assert [str(read) for read in use.reads] == ["'share' of the model"]
+    assert use.writes == ("'calls' of the model",)
+    assert use.moved() is None
+    state.restore()
+    assert model.calls == 0
+    model.share = 0.25
+    assert use.moved() == "'share' of the model was 0.5 when the step was captured and is 0.25 now"
+    assert "__getattribute__" not in vars(nn.Module)
