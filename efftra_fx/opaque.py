@@ -49,7 +49,8 @@ def make_operator(
         asked = wanted if wanted is not None else (True,) * len(operands)
         return [flag and _differentiable(t) for flag, t in zip(asked, operands, strict=True)]
 
-    stem = "".join(char if char.isalnum() else "_" for char in name).strip("_") or "call"
+    stem = "".join(char if char.isalnum() else "_" for char in name).strip("_")
+    stem = stem if stem and not stem[0].isdigit() else f"call_{stem}"  # a path of a sequence may be a number
     full = f"{stem}_{next(_COUNT)}"
     backward = f"{full}_backward"
     tags = (torch.Tag.nondeterministic_seeded,) if draws else ()

@@ -192,7 +192,8 @@ class Mapped(nn.Module):
         self.layer, self.inner = nn.Linear(WIDTH, WIDTH), inner
 
     def forward(self, x: Tensor) -> Tensor:
-        row = torch.func.grad(lambda v: torch.tanh(self.layer(v)).sum()) if self.inner else self.layer
+        layer, slope = self.layer, torch.func.grad(lambda v: torch.tanh(self.layer(v)).sum())
+        row = slope if self.inner else lambda v: layer.weight @ v
         return torch.vmap(row)(x)  # type: ignore[no-any-return]
 
 

@@ -33,7 +33,7 @@ def _counted(m: Any, h: Tensor) -> Tensor:
 
 def _warmed_up(m: Any, h: Tensor) -> Tensor:
     m.calls += 1
-    return h * min(1.0, m.calls / 10)
+    return h.mul(min(1.0, m.calls / 10))
 
 
 def _listed(m: Any, h: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ REFUSED: dict[str, tuple[Habit, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_decides_the_loss_is_refused_by_name(what: str) -> None:
     habit, words = REFUSED[what]
-    states = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    states = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
     with pytest.raises(CaptureError, match=words):
         compiled(habit)
-    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index]
     assert what != "a warm-up" or habit.model.calls == 0
 
 
