@@ -36,6 +36,7 @@ from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
 from efftra_fx.passes.explain import explain, explain_given
+from efftra_fx.passes.explain_widths import about_widths, why_no_widths
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
@@ -574,6 +575,11 @@ def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, sc
     }
     planned = partition(chain, cluster, front.rows, **fixed)
     why = explain(planned, chain, cluster, front.rows, **fixed)
+    rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
+    widths = about_widths(planned.plan, planned.step_s, chain, cluster, front.rows, rules)
+    if not widths and all(stage.tensor == 1 for stage in planned.plan.stages):
+        widths = why_no_widths(cluster, _FAST_BYTES_PER_S)
+    why += "\n".join(["", *widths, ""]) if widths else ""
     return replace(planned, plan=replace(planned.plan, explanation=why))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,11 +45,26 @@ def test_slow_links_keep_the_width_at_one_where_memory_allows() -> None:
     plan = planned(1000 * MEGABYTE, SLOW).plan
     assert all(stage.tensor == 1 for stage in plan.stages)
     assert "wide" not in plan.explain() and "step = " in plan.explain()
+    assert (
+        "no tensor groups: they sum at every layer, and the links inside machines have at most 0.001" in plan.explain()
+    )
 
 
 def test_fast_links_and_large_gradients_make_width_two_pay() -> None:
     program = planned(1000 * MEGABYTE, FAST, rows=2, micro_batches=1, stages=1)
     assert [stage.tensor for stage in program.plan.stages] == [2]
+
+
+def test_where_the_width_stays_at_one_the_explanation_says_what_others_would_take() -> None:
+    plan = planned(1000 * MEGABYTE, FAST, rows=512).plan
+    assert [stage.tensor for stage in plan.stages] == [1]
+    line = next(line for line in plan.explain().splitlines() if line.startswith("  2 wide: "))
+    told = re.fullmatch(r"  2 wide: 1 stage\(s\) of 1 replica\(s\), ([0-9.]+) ms \(\+([0-9.]+)%\)", line)
+    wide = planned(1000 * MEGABYTE, FAST, rows=512, tensor=(2,), micro_batches=plan.micro_batches).plan
+    step = re.search(r"= ([0-9.]+) ms by the formula", wide.explain())
+    assert told is not None and step is not None and plan.predicted_step_s is not None
+    assert told[1] == step[1]
+    assert float(told[2]) / 100 == pytest.approx(float(step[1]) / 1e3 / plan.predicted_step_s - 1, abs=1e-3)
 
 
 def test_what_fits_no_device_and_no_width_is_refused() -> None:
