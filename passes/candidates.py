@@ -95,6 +95,7 @@ class Search:
     started: float = field(default_factory=time.perf_counter)
     pricers: dict[tuple[str, tuple[tuple[int, ...], ...], int, bool], Pricer] = field(default_factory=dict)
     best: dict[tuple[object, ...], Found] = field(default_factory=dict)  # by layout, setting and number of stages
+    visits: dict[tuple[object, ...], object] = field(default_factory=dict)  # what `refine` knows
     least_s: float = float("inf")
     floor_s: float = 0.0  # no plan is faster
     closest: tuple[float, Found] | None = None
@@ -133,9 +134,15 @@ class Search:
         `wanted` of the batch, or within `prune` times the best step known: these are not replayed.
         """
         self.candidates += len(batch) * len(settings)
-        prices = self.pricer(layout, micro_batches).price(batch)
+        pricer = self.pricer(layout, micro_batches)
+        whole = np.full(len(batch), np.inf)
+        near = pricer.within(batch, prune * self.least_s * ROUNDING)
+        if not near.any():
+            return whole
+        batch = batch.take(near)
+        prices = pricer.price(batch)
         bounds = lower_bounds(prices, micro_batches)
-        result = np.full(len(batch), np.inf)
+        result = whole[near]
         for setting in settings:
             flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)
             missing = missing_bytes(prices, flying)
@@ -151,7 +158,8 @@ class Search:
                 own[meeting] = np.inf
             self.keep(layout, setting, batch, own)
             result = np.minimum(result, own)
-        return result
+        whole[near] = result
+        return whole
 
     def estimate(
         self, layout: Layout, micro_batches: int, settings: tuple[Setting, ...], batch: Batch, prune: float
@@ -161,13 +169,16 @@ class Search:
         Infinite for plans that do not fit, and for those above `prune` times the best step known.
         """
         self.candidates += len(batch) * len(settings)
-        prices = self.pricer(layout, micro_batches).price(batch)
-        bounds = lower_bounds(prices, micro_batches)
-        close = np.nonzero(bounds <= min(IMPOSSIBLE, prune * self.least_s * ROUNDING))[0]
+        pricer, limit = self.pricer(layout, micro_batches), min(IMPOSSIBLE, prune * self.least_s * ROUNDING)
         result = np.full(len(batch), np.inf)
+        near = np.nonzero(pricer.within(batch, limit))[0]
+        if len(near) == 0:
+            return result
+        prices = pricer.price(batch.take(near))
+        close = np.nonzero(lower_bounds(prices, micro_batches) <= limit)[0]
         if len(close) == 0:
             return result
-        kept = prices.take(close)
+        kept, close = prices.take(close), near[close]
         queue = queues(kept, layout, self.rules.overlap)
         for setting in settings:
             flying = in_flight(batch.counts.shape[1], micro_batches, setting.schedule, setting.in_flight)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .table import Floats, Ints
+from .table import Floats
 
 CYCLE = 12  # turns after which times are compared, or a multiple: most cycles of a schedule divide it
 
@@ -47,43 +47,41 @@ def gpipe_ends(line: Line, micro_batches: int) -> Floats:
 
 def alternating_ends(line_of: Line, micro_batches: int, multiplicity: int) -> Floats:
     """1F1B with at most S - s micro-batches in flight on stage s, or 2(S - s) - 1."""
-    stages = line_of[0].shape[1]
-    behind = np.arange(stages, 0, -1)
-    flying = behind if multiplicity == 1 else 2 * behind - 1  # strictly falling: no backward needs one of its round
-    return Clock(line_of, flying, micro_batches).run(0)
+    return Clock(line_of, micro_batches, multiplicity).run(0)
 
 
 class Clock:
     """The times at which all that goes on has ended, after some turns.
 
-    `free` (plans, stages): the stages. `sent` (plans, 2 stages - 1): of the latest
-    forward, stages and channels in turn. `returned` (plans, stages - 1): the channels
-    back. `arrived` (deep, plans, stages): gradients that wait, in a ring over micro-batches.
+    `sent` (plans, 2 stages - 1): of the latest forward, channels at odd places; the stages
+    between them (`free`, a view) have ended their backward too. `returned` (plans, stages - 1):
+    the channels back. A stage runs the backward of a micro-batch `multiplicity` turns after
+    the stage behind it, so it waits for what `returned` was one turn ago, or two (`older`).
     """
 
-    def __init__(self, line_of: Line, flying: Ints, micro_batches: int) -> None:
+    def __init__(self, line_of: Line, micro_batches: int, multiplicity: int) -> None:
         self.forward, self.backward, there, self.back = line_of
-        self.flying, self.micro_batches = flying, micro_batches
+        self.micro_batches, self.multiplicity = micro_batches, multiplicity
         plans, stages = self.forward.shape
-        self.deep = -(-int(flying.max() + 1) // CYCLE) * CYCLE
         line = np.zeros((plans, 2 * stages - 1))
         line[:, 0::2] = self.forward
         line[:, 1::2] = there
         self.through = np.cumsum(line, axis=1)
         self.before = self.through - line
-        self.free = np.zeros((plans, stages))
         self.sent = np.zeros((plans, 2 * stages - 1))
-        self.returned = np.zeros((plans, max(stages - 1, 1)))
-        self.arrived = np.zeros((self.deep, plans, stages))
+        self.free = self.sent[:, 0::2]
+        self.returned = np.zeros((plans, stages - 1))
+        self.older = self.returned if multiplicity == 1 else self.returned.copy()
 
     def run(self, turn: int) -> Floats:
         """Run all turns from one on; give back when the last backward of each stage ends."""
-        full = int(self.flying.max()) - 1  # the first turn in which all stages work there and back
-        mark, early = None, self.micro_batches - self.deep
+        stages = self.free.shape[1]
+        full = self.multiplicity * (stages - 1)  # the first turn in which all stages work there and back
+        mark, early = None, self.micro_batches - CYCLE
         while turn < self.micro_batches + full:
             self.step(turn)
             turn += 1
-            if turn > full and (turn - full - 1) % self.deep == 0 and turn <= early:
+            if turn > full and (turn - full - 1) % CYCLE == 0 and turn <= early:
                 now = self.state()
                 if mark is not None:
                     moved = now - mark
@@ -96,14 +94,12 @@ class Clock:
     def split(self, same: NDArray[np.bool_], moved: Floats, turn: int) -> Floats:
         """Count the turns of the plans that repeat themselves, run those of the rest."""
         ends = np.zeros(self.free.shape)
-        rounds = (self.micro_batches - turn) // self.deep
+        rounds = (self.micro_batches - turn) // CYCLE
         repeating = self.take(same)
         later = moved[same][:, None] * rounds
-        repeating.free += later
-        repeating.sent += later
-        repeating.returned += later
-        repeating.arrived += later
-        ends[same] = repeating.run(turn + rounds * self.deep)
+        for times in repeating.times():
+            times += later
+        ends[same] = repeating.run(turn + rounds * CYCLE)
         if not same.all():
             ends[~same] = self.take(~same).run(turn)
         return ends
@@ -111,39 +107,38 @@ class Clock:
     def take(self, which: NDArray[np.bool_]) -> Clock:
         """The clock of some of the plans."""
         part = object.__new__(Clock)
-        part.flying, part.micro_batches, part.deep = self.flying, self.micro_batches, self.deep
-        for name in ("forward", "backward", "back", "through", "before", "free", "sent", "returned"):
+        part.micro_batches, part.multiplicity = self.micro_batches, self.multiplicity
+        for name in ("forward", "backward", "back", "through", "before", "sent", "returned"):
             setattr(part, name, getattr(self, name)[which])
-        part.arrived = self.arrived[:, which]
+        part.free = part.sent[:, 0::2]
+        part.older = part.returned if self.multiplicity == 1 else self.older[which]
         return part
 
+    def times(self) -> list[Floats]:
+        """All times that later turns depend on, arrays (plans, …)."""
+        return [self.sent, self.returned] if self.multiplicity == 1 else [self.sent, self.returned, self.older]
+
     def state(self) -> Floats:
-        """All times that later turns depend on, (plans, times)."""
-        waiting = np.moveaxis(self.arrived[:, :, :-1], 1, 0).reshape(len(self.free), -1)
-        return np.concatenate(
-            [self.free, self.sent[:, 1::2], self.returned[:, : self.free.shape[1] - 1], waiting], axis=1
-        )
+        """The same as one array."""
+        return np.concatenate(self.times(), axis=1)
 
     def step(self, turn: int) -> None:
         """One forward, where there are any left, and one backward on each stage whose turn it is."""
         if turn < self.micro_batches:
-            ready = self.sent.copy()
-            ready[:, 0::2] = self.free
-            self.sent = np.maximum.accumulate(ready - self.before, axis=1) + self.through
-            self.free = self.sent[:, 0::2].copy()
-        stages, deep = self.free.shape[1], self.deep
-        micro = turn - self.flying + 1
-        active = np.nonzero((micro >= 0) & (micro < self.micro_batches))[0]
-        if len(active) == 0:
+            np.subtract(self.sent, self.before, out=self.sent)
+            np.maximum.accumulate(self.sent, axis=1, out=self.sent)
+            np.add(self.sent, self.through, out=self.sent)
+        stages, every = self.free.shape[1], self.multiplicity
+        first = max(0, stages - 1 - turn // every)  # with a backward in this turn: stages [first, stop)
+        stop = stages - max(0, (turn - self.micro_batches) // every + 1)
+        if first < stop:
+            inner = min(stop, stages - 1)
+            np.maximum(self.free[:, first:inner], self.older[:, first:inner], out=self.free[:, first:inner])
+            self.free[:, first:stop] += self.backward[:, first:stop]
+        if every > 1:
+            np.copyto(self.older, self.returned)
+        if stop <= first:
             return
-        chosen = slice(None) if len(active) == stages else active
-        at = micro[active] % deep
-        done = np.maximum(self.free[:, chosen], self.arrived[at, :, active].T) + self.backward[:, chosen]
-        self.free[:, chosen] = done
-        if stages > 1:
-            inner = active[active > 0]
-            channel = (
-                np.maximum(self.returned[:, inner - 1], done[:, len(active) - len(inner) :]) + self.back[:, inner - 1]
-            )
-            self.returned[:, inner - 1] = channel
-            self.arrived[micro[inner] % deep, :, inner - 1] = channel.T
+        part = slice(max(first, 1) - 1, stop - 1)
+        returned = np.maximum(self.returned[:, part], self.free[:, part.start + 1 : stop], out=self.returned[:, part])
+        returned += self.back[:, part]

@@ -90,8 +90,7 @@ class Pricer:
         """The figures of each stage of each plan."""
         table, layout = self.table, self.layout
         low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
-        stop = np.cumsum(batch.counts, axis=1) + batch.skip[:, None]
-        first = stop - batch.counts
+        first, stop = self.runs(batch)
         empty = batch.counts == 0
         width = table.widths[batch.ways]
         replicas = np.where(empty, 1, batch.counts // width * layout.copies)
@@ -113,6 +112,20 @@ class Pricer:
         return Prices(
             forward, backward, there, back, reduce, extra, tied, tied_stage, fixed, flying, limit, spans, first, stop
         )
+
+    def runs(self, batch: Batch) -> tuple[Ints, Ints]:
+        """The device positions [first, stop) of each stage."""
+        stop = np.cumsum(batch.counts, axis=1) + batch.skip[:, None]
+        return stop - batch.counts, stop
+
+    def within(self, batch: Batch, seconds: float) -> NDArray[np.bool_]:
+        """The plans (plans,) whose stages may do all their work in that time: as on the fastest class and way."""
+        rows = self.micro_rows / (np.maximum(batch.counts, 1) * self.layout.copies)
+        fixed, row = self.table.least_fixed, self.table.least_row
+        low, high = batch.cuts[:, :-1], batch.cuts[:, 1:]
+        work = fixed[high] - fixed[low] + rows * (row[high] - row[low])
+        within: NDArray[np.bool_] = (self.micro_batches * work).max(axis=1) <= seconds
+        return within
 
     def computing(
         self,

@@ -229,34 +229,71 @@ def refine(
     rounds: int,
 ) -> list[tuple[float, Shape]]:
     """Improve the starts by steps until none helps; the best few, with their step seconds."""
-    around = Neighbourhood(search, layout)
     starts = list(dict.fromkeys(starts))
     if not starts:
         return []
     long = formula_leads(search, micro_batches)
-    seen = set(starts)
-    front = ranked([], starts, priced(search, layout, micro_batches, settings, starts, 2.0, beam), beam)
+    visit = visits(search, layout, micro_batches, settings)
+    front = visit.start(starts, beam)
     pool = front
-    expanded: set[Shape] = set()
     for _ in range(rounds):
-        fresh: dict[Shape, None] = {}
-        for _, shape in front:
-            if shape not in expanded:
-                expanded.add(shape)
-                fresh.update((one, None) for one in around.of(shape) if one not in seen)
-        if not fresh or search.enough():
+        shapes = visit.unseen_around(front)
+        if not shapes or search.enough():
             break
-        shapes = list(fresh)
-        seen.update(shapes)
         worst = max(front[beam - 1][0], front[0][0] * CLOSE_DEPTH) if len(front) >= beam else np.inf
         prune = worst / search.least_s if np.isfinite(worst) and search.least_s > 0 else 1.5
-        values = priced(search, layout, micro_batches, settings, shapes, max(prune, 1.0), WANTED)
+        values = visit.price(shapes, max(prune, 1.0), WANTED)
         front = ranked(front, shapes, values, beam)
         pool = ranked(pool, shapes, values, WANTED) if long else front
     if long:
         shapes = [shape for _, shape in pool]
         front = ranked([], shapes, search.offer(layout, micro_batches, settings, to_batch(shapes), 2.0, beam), beam)
     return front
+
+
+class Visit:
+    """What is known of the plans under one layout and setting: a second refinement goes on from the first."""
+
+    def __init__(self, search: Search, layout: Layout, micro_batches: int, settings: tuple[Setting, ...]) -> None:
+        self.search, self.layout = search, layout
+        self.micro_batches, self.settings = micro_batches, settings
+        self.around = Neighbourhood(search, layout)
+        self.seen: set[Shape] = set()
+        self.expanded: set[Shape] = set()
+        self.good: dict[Shape, float] = {}  # of those seen, the steps of those that were not pruned
+
+    def start(self, starts: list[Shape], beam: int) -> list[tuple[float, Shape]]:
+        """The best of some shapes; those seen before keep their step."""
+        fresh = [shape for shape in starts if shape not in self.seen]
+        known = [(self.good[shape], shape) for shape in starts if shape in self.good]
+        self.seen.update(fresh)
+        values = self.price(fresh, 2.0, beam) if fresh else np.zeros(0)
+        return ranked([], [shape for _, shape in known] + fresh, np.append([value for value, _ in known], values), beam)
+
+    def unseen_around(self, front: list[tuple[float, Shape]]) -> list[Shape]:
+        """All neighbours of the front that were not seen yet."""
+        fresh: dict[Shape, None] = {}
+        for _, shape in front:
+            if shape not in self.expanded:
+                self.expanded.add(shape)
+                fresh.update((one, None) for one in self.around.of(shape) if one not in self.seen)
+        self.seen.update(fresh)
+        return list(fresh)
+
+    def price(self, shapes: list[Shape], prune: float, wanted: int) -> Floats:
+        """Step seconds of some shapes; infinite for those of no use."""
+        values = priced(self.search, self.layout, self.micro_batches, self.settings, shapes, prune, wanted)
+        self.good.update((shapes[at], float(values[at])) for at in np.nonzero(np.isfinite(values))[0].tolist())
+        return values
+
+
+def visits(search: Search, layout: Layout, micro_batches: int, settings: tuple[Setting, ...]) -> Visit:
+    """What is known under a layout and setting, kept with the search."""
+    key = (layout.label, layout.order, micro_batches, settings)
+    found = search.visits.get(key)
+    if not isinstance(found, Visit):
+        found = search.visits[key] = Visit(search, layout, micro_batches, settings)
+    return found
 
 
 def formula_leads(search: Search, micro_batches: int) -> bool:

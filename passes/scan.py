@@ -15,7 +15,7 @@ from .table import Layout
 
 FINE = tuple(1.0 + 0.04 * step for step in range(1, 17))  # the same, where it is cheap
 RATIOS = (1.02, 1.07, 1.13, 1.2, 1.28, 1.37, 1.5, 1.75, 2.2, 3.5)  # bounds, over the fastest period
-NEAR, FAR_OFF = 1.05, 1.3  # times the best of this scan, and of all: bounds above are not tried
+NEAR, FAR_OFF = 1.02, 1.15  # times the best of this scan, and of all: bounds above are not tried
 
 
 def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: int, rounds: int) -> list[Batch]:

@@ -40,3 +40,16 @@ def test_two_stages_of_gpipe_by_hand() -> None:
     """Forwards 1 + 1, two micro-batches: 3 s; backwards 2 + 2: 4 s and 2 s more to stage 0."""
     line = (np.array([[1.0, 1.0]]), np.array([[2.0, 2.0]]), np.zeros((1, 1)), np.zeros((1, 1)))
     assert ends(line, 2, "gpipe", 1)[0].tolist() == [9.0, 7.0]
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 5), NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(40, 200), st.integers(1, 2))
+def test_turns_that_repeat_themselves_are_counted(
+    depth: int, f: list[float], b: list[float], c: list[float], d: list[float], micro_batches: int, deep: int
+) -> None:
+    plan = Plan(tuple(Stage(s, s + 1, (s,)) for s in range(depth)), micro_batches, "1f1b", deep)
+    times = list(zip(f[:depth], b[:depth], strict=True))
+    expected = oracle.last_backwards(plan, times, c[: depth - 1], d[: depth - 1])
+    rows = np.array([f[:depth], [2.0] * depth]), np.array([b[:depth], [1.0] * depth])  # beside another plan
+    line = (*rows, np.array([c[: depth - 1], [0.0] * (depth - 1)]), np.array([d[: depth - 1], [3.5] * (depth - 1)]))
+    assert ends(line, micro_batches, "1f1b", deep)[0].tolist() == pytest.approx(expected, rel=1e-9)
