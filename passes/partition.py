@@ -24,7 +24,8 @@ from .candidates import Found, Request, Search, Setting
 from .evaluate import Figures
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
 from .placement import layouts
-from .refine import Shape, found_shape, priced, refine, shape_of, to_batch
+from .neighbours import Shape, shape_of, to_batch
+from .refine import found_shape, priced, refine
 from .rules import Rules
 from .scan import RATIOS, scan
 from .table import Layout, Table
@@ -258,7 +259,7 @@ def explore(search: Search, index: int, layout: Layout) -> list[Seed]:
     for micro in sorted({micros[len(micros) // 2], micros[last]}):
         starts = seeds_under(search, layout, micro)
         if starts:
-            values = priced(search, layout, micro, orders_of(search.request, micro), starts, 2.0, MOST_STARTS)
+            values = priced(search, layout, micro, orders_of(search.request, micro), to_batch(starts), 2.0, MOST_STARTS)
             order = np.argsort(values, kind="stable")
             best = [starts[at] for at in order.tolist() if np.isfinite(values[at])]
             if best and values[order[0]] <= 1.5 * search.least_s:

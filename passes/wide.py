@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .candidates import Search
 from .dynamic import fastest_period, thinned
 from .pricing import Pricer
-from .refine import Shape
+from .neighbours import Shape
 from .table import Floats, Ints, Layout
 
 POSITIONS = 64

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from efftra_fx.cluster import Cluster, Link
 from efftra_fx.cost import Chain, Crossing, NodeCost, Timing
 from efftra_fx.passes.candidates import Request, Search, Setting
+from efftra_fx.passes.neighbours import Neighbourhood, Shape, shape_of, to_batch
 from efftra_fx.passes.placement import layouts
-from efftra_fx.passes.refine import Neighbourhood, refine, shape_of, to_batch
+from efftra_fx.passes.refine import refine
 from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.table import Table
 
@@ -28,8 +29,14 @@ def search_of(**fixed: object) -> Search:
     return Search(chain, cluster, rules, Request(64, **fixed), Table(chain, cluster, rules))  # type: ignore[arg-type]
 
 
+def neighbours(around: Neighbourhood, shape: Shape) -> list[Shape]:
+    """All neighbours of a shape."""
+    batch = around.of(shape)
+    return [shape_of(batch, at) for at in range(len(batch))]
+
+
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+def shapes(draw: st.DrawFn) -> Shape:
     """Cuts, counts, ways and unused positions at the front."""
     depth = draw(st.integers(1, 5))
     inner = sorted(draw(st.sets(st.integers(1, BLOCKS - 1), min_size=depth - 1, max_size=depth - 1)))
@@ -40,10 +47,10 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
 
 @settings(max_examples=60)
 @given(shapes())
-def test_every_neighbour_is_a_plan(shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]) -> None:
+def test_every_neighbour_is_a_plan(shape: Shape) -> None:
     search = search_of()
     layout = layouts(search.cluster, search.table)[0]
-    for cuts, counts, ways, skip in Neighbourhood(search, layout).of(shape):
+    for cuts, counts, ways, skip in neighbours(Neighbourhood(search, layout), shape):
         assert cuts[0] == 0 and cuts[-1] == BLOCKS and list(cuts) == sorted(set(cuts))
         assert len(counts) == len(ways) == len(cuts) - 1
         assert min(counts) >= 1 and skip >= 0 and skip + sum(counts) <= DEVICES
@@ -51,7 +58,7 @@ def test_every_neighbour_is_a_plan(shape: tuple[tuple[int, ...], tuple[int, ...]
 
 @settings(max_examples=10)
 @given(shapes())
-def test_refinement_never_makes_worse(shape: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]) -> None:
+def test_refinement_never_makes_worse(shape: Shape) -> None:
     search = search_of()
     layout, settings_ = layouts(search.cluster, search.table)[0], (Setting(16, "1f1b", 2),)
     before = float(search.offer(layout, 16, settings_, to_batch([shape]))[0])
@@ -64,10 +71,10 @@ def test_what_is_fixed_stays_fixed() -> None:
     shape = ((0, 4, 12), (3, 1), (0, 0), 0)
     kept = search_of(replicas=(3, 1))
     around = Neighbourhood(kept, layouts(kept.cluster, kept.table)[0])
-    assert {counts for _, counts, _, _ in around.of(shape)} == {(3, 1)}
+    assert {counts for _, counts, _, _ in neighbours(around, shape)} == {(3, 1)}
     deep = search_of(stages=2)
     around = Neighbourhood(deep, layouts(deep.cluster, deep.table)[0])
-    assert {len(counts) for _, counts, _, _ in around.of(shape)} == {2}
+    assert {len(counts) for _, counts, _, _ in neighbours(around, shape)} == {2}
 
 
 def test_a_shape_survives_the_way_through_a_batch() -> None:
