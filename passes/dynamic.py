@@ -212,14 +212,20 @@ class Program:
             np.full(shape, np.inf, dtype=np.float32) for _ in range(3)
         )  # t: forward and backward of the first stage
         came = np.full((*shape, 3), -1, dtype=np.int32)  # next position, devices of the next stage, way
-        joins: dict[int, Joined] = {}
+        beside = (devices, self.layers, size, devices)  # device position, layer, position, devices to the left
+        join_x, join_y, join_t = (np.full(beside, np.inf, dtype=np.float32) for _ in range(3))
+        joins: Joined = join_x, join_y, join_t, np.zeros(beside, dtype=np.int64)
         for o in range(devices - 1, -1, -1):
             cost = self.stack(o)
             self.last_stage(o, cost, period_s, x, y, t, came)
             if o + 1 < devices and self.layers > 1:
                 self.extend(o, cost, period_s, joins, x, y, t, came)
             if o > 0:
-                joins[o] = self.join(o, period_s, x, y, t)
+                found = self.join(o, period_s, x, y, t)
+                part = o, slice(0, len(found[0])), slice(None), slice(0, o)
+                for target, values in zip(joins[:3], found[:3], strict=True):
+                    target[part] = values
+                joins[3][part] = found[3]
         return self.collect(y, came)
 
     def last_stage(
@@ -241,14 +247,17 @@ class Program:
     ) -> tuple[Singles, Singles, Singles, Ints]:
         """For each number of devices to the left of position `at`, the best suffix behind the boundary.
 
-        Arrays (layer, position, left devices): x, y and t with the boundary, and the devices of the next stage.
+        Arrays (layer, position, left devices), of no more layers than there are devices behind:
+        x, y and t with the boundary, and the devices of the next stage.
         """
         there, back = self.boundaries(at)
         right = there.shape[2]
-        next_t = t[:, :, at, None, 1 : right + 1] + (there + back)[None]
-        open_ = (np.maximum(there, back) <= self.channel * period_s)[None] & (next_t <= self.pair * period_s)
-        next_y = y[:, :, at, None, 1 : right + 1] + np.where(open_, there[None], FAR)
-        next_x = x[:, :, at, None, 1 : right + 1] + np.where(open_, (there + back)[None], FAR)
+        part = slice(0, right), slice(None), at, None, slice(1, right + 1)
+        next_t = t[part] + (there + back)
+        closed = (np.maximum(there, back) > self.channel * period_s) | (next_t > self.pair * period_s)
+        next_y, next_x = y[part] + there, x[part] + (there + back)
+        np.putmask(next_y, closed, FAR)
+        np.putmask(next_x, closed, FAR)
         pick = np.argmin(np.maximum(next_x, next_y), axis=3)
         at = pick.reshape(-1) + np.arange(pick.size) * right
         best_x, best_y, best_t = (one.reshape(-1)[at].reshape(pick.shape) for one in (next_x, next_y, next_t))
@@ -259,7 +268,7 @@ class Program:
         o: int,
         cost: Merged,
         period_s: float,
-        joins: dict[int, Joined],
+        joins: Joined,
         x: Singles,
         y: Singles,
         t: Singles,
@@ -268,13 +277,10 @@ class Program:
         """Put a stage on positions [o, o + d), for every d, before every suffix that starts at o + d."""
         stop = self.layout.size - o - 1  # devices of the new stage: 1 to stop
         layers = min(self.layers - 1, stop)
-        if not any(np.isfinite(joins[o + d][1][:layers, :, d - 1]).any() for d in range(1, stop + 1)):
+        each = np.arange(stop)
+        best_x, best_y, best_t, following = (join[o + 1 + each, :layers, :, each] for join in joins)
+        if not np.isfinite(best_y).any():
             return
-        ahead = [(joins[o + d], d - 1) for d in range(1, stop + 1)]
-        best_x = np.stack([one[0][:layers, :, d] for one, d in ahead])
-        best_y = np.stack([one[1][:layers, :, d] for one, d in ahead])
-        best_t = np.stack([one[2][:layers, :, d] for one, d in ahead])
-        following = np.stack([one[3][:layers, :, d] for one, d in ahead])
         part = slice(1, layers + 1) if cost.through_s.shape[1] > 1 else slice(0, 1)
         through, forward = cost.through_s[:stop, part], cost.forward_s[:stop, part]
         ceiling = np.full(best_x.shape, period_s, dtype=np.float32)  # of `through`, by (devices, layer, cut)
@@ -283,7 +289,7 @@ class Program:
             ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
         new_y = best_y[:, :, None, :] + (forward + cost.turn_s[:stop, part])
         np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop, part]), out=new_y)
-        np.copyto(new_y, np.inf, where=~(through <= ceiling[:, :, None, :]))
+        np.putmask(new_y, through > ceiling[:, :, None, :], FAR)
         cut = np.argmin(new_y, axis=3)  # (devices, layer, position)
         found = new_y.reshape(-1)[cut.reshape(-1) + np.arange(cut.size) * cut.shape[2]].reshape(cut.shape)
         target_y = np.moveaxis(y[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)  # views of that shape

@@ -282,7 +282,12 @@ def together(parts: list[Batch]) -> Batch:
     row = 0
     for part in parts:
         rows, fill = slice(row, row + len(part)), depth - part.counts.shape[1]
-        cuts[rows, fill:], counts[rows, fill:], ways[rows, fill:], skip[rows] = part.cuts, part.counts, part.ways, part.skip
+        cuts[rows, fill:], counts[rows, fill:], ways[rows, fill:], skip[rows] = (
+            part.cuts,
+            part.counts,
+            part.ways,
+            part.skip,
+        )
         row += len(part)
     return Batch(cuts, counts, ways, skip)
 

@@ -23,8 +23,8 @@ from .bound import lower_bound, tight_bound
 from .candidates import Found, Request, Search, Setting
 from .evaluate import Figures
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
-from .placement import layouts
 from .neighbours import Shape, shape_of, to_batch
+from .placement import layouts
 from .refine import found_shape, priced, refine
 from .rules import Rules
 from .scan import RATIOS, scan

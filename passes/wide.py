@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from .candidates import Search
 from .dynamic import fastest_period, thinned
-from .pricing import Pricer
 from .neighbours import Shape
+from .pricing import Pricer
 from .table import Floats, Ints, Layout
 
 POSITIONS = 64
