@@ -81,3 +81,13 @@ def test_a_shape_survives_the_way_through_a_batch() -> None:
     one, other = ((0, 4, 12), (3, 1), (0, 0), 2), ((0, 12), (8,), (0,), 0)
     batch = to_batch([one, other])
     assert [shape_of(batch, at) for at in range(2)] == [one, other]
+
+
+@settings(max_examples=60)
+@given(st.lists(shapes(), min_size=2, max_size=6, unique=True))
+def test_plans_are_told_apart_by_their_marks_in_any_batch(plans: list[Shape]) -> None:
+    search = search_of()
+    around = Neighbourhood(search, layouts(search.cluster, search.table)[0])
+    marks = around.marks(to_batch(plans))
+    assert len(set(marks)) == len(plans)
+    assert [around.marks(to_batch([plan]))[0] for plan in plans] == marks
