@@ -7,12 +7,25 @@ and nothing else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import (
+    _collect_all_valid_cia_ops_for_aten_namespace,
+    _is_preservable_cia_op,
+    _special_op_to_preserve_cia,
+)
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._guards import detect_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.export._trace import _ignore_backend_decomps
+from torch.export.exported_program import _override_composite_implicit_decomp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.utils import _pytree as pytree
 
 
 @functools.cache
@@ -122,3 +135,68 @@ def shapes_in_python() -> AbstractContextManager[None]:
     """
     guard: AbstractContextManager[None] = enable_python_dispatcher()
     return guard
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what is the same for tensors in the same memory, fake ones included, while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def takes_part(target: Any) -> bool:
+    """Tell whether a node of an exported graph writes, or stands for other operators, so that it cannot be copied."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    lifts = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+    if target in lifts or target is torch.ops.aten.native_batch_norm.default or target._schema.is_mutable:
+        return True
+    return target._can_decompose() and not _is_preservable_cia_op(target)
+
+
+@contextmanager
+def functional_rules(targets: Iterable[Any]) -> Iterator[None]:
+    """While this lasts, operators that write nothing are kept whole where a graph of these targets is traced.
+
+    The flags are those under which the exporter decomposes.
+    """
+    own = {t for t in targets if isinstance(t, torch._ops.OpOverload) and _is_preservable_cia_op(t)}
+    kept = dict.fromkeys(own | _collect_all_valid_cia_ops_for_aten_namespace(), _special_op_to_preserve_cia)
+    with _ignore_backend_decomps(), _override_composite_implicit_decomp(kept):
+        yield
+
+
+def trace_functional(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> tuple[torch.fx.GraphModule, list[int]]:
+    """Return a graph without its writes, and which placeholders it wrote: their new values are the first results.
+
+    The examples are fake tensors, and sizes; to be called under `functional_rules`.
+    """
+    written: list[int] = []
+
+    def run(*given: Any) -> list[Any]:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
+            operands = [to_fun(one) for one in given]
+            with torch.fx.traceback.preserve_node_meta():
+                results = PropagateUnbackedSymInts(gm).run(*operands, enable_io_processing=False)
+            tensors = [(i, t) for i, t in enumerate(operands) if isinstance(t, torch.Tensor)]
+            written[:] = [i for i, t in tensors if has_data_mutation(t)]
+            return [from_fun(operands[i]) for i in written] + [from_fun(r) for r in pytree.tree_leaves(results)]
+
+    mode = detect_fake_mode(list(examples)) or nullcontext()
+    detached = [e.detach() if isinstance(e, torch.Tensor) else e for e in examples]
+    with torch.no_grad(), mode, enable_python_dispatcher(), FunctionalTensorMode(export=True):
+        found = make_fx(run, decomposition_table={}, record_module_stack=True)(*detached)
+    return found, written
+
+
+def changes_shape_in_place(target: Any) -> bool:
+    """Tell whether a node of an exported graph makes another view of a tensor out of the tensor itself."""
+    if not isinstance(target, torch._ops.OpOverload) or target is torch.ops.aten.detach_.default:
+        return False
+    return torch.Tag.inplace_view in target.tags
+
+
+def least_size(size: torch.SymInt) -> int:
+    """Return the least value that a symbolic size may have by what was assumed of it while it was traced."""
+    return int(size.node.shape_env.bound_sympy(size.node.expr).lower)

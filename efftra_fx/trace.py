@@ -8,24 +8,20 @@ the loss and then the new values of the buffers that the forward writes.
 from __future__ import annotations
 
 import inspect
-import io
-import logging
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from efftra_fx import private
 from efftra_fx.capture_align import align, keep_places
 from efftra_fx.capture_checkpoints import checkpoints_inline
+from efftra_fx.capture_export import Exported, export_step
 from efftra_fx.capture_guards import (
     Answers,
     Asked,
@@ -39,17 +35,15 @@ from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_normal import make_normal
 from efftra_fx.capture_norms import averages_of_all_batches
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
-from efftra_fx.capture_regions import inline_grad_regions
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
-from efftra_fx.places import is_user_file, line_of_error, modules_of_error
+from efftra_fx.places import is_user_file
 from efftra_fx.python_state import PythonUse
 from efftra_fx.signature import Call, distinct
 
 LossFn = Callable[..., Any]
-_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 
 
 @dataclass(frozen=True)
@@ -255,9 +249,11 @@ class _Attempt:
             stack.enter_context(checkpoints_inline())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
-            program = _export(step, self.tensors, self.batch_leaves, self.moving)
+            exported = export_step(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
-        gm, found = _plain_graph(program, step, asked)
+        gm, found = _plain_graph(exported, step, asked)
+        if self.want == "loss":
+            _refuse_least_rows(gm, self.batch_leaves)
         tree = trees[-1] if trees else None
         symbolic = _is_symbolic(gm, self.batch_leaves)
         if not symbolic and found is None and not self.moving:
@@ -278,13 +274,12 @@ class _Attempt:
             part = [
                 t if d is None else t.narrow(d, 0, count) for t, d in zip(self.tensors, self.batch_leaves, strict=True)
             ]
-            program = _export(step, tuple(part), [None] * len(part))
-            graphs.append(_plain_graph(program, step, [])[0])
+            graphs.append(_plain_graph(export_step(step, tuple(part), [None] * len(part)), step, [])[0])
         name = self.call.tensor_names[place[0]]
         one = align(graphs[0], graphs[1], (rows, rows - 1), (name, place[1]))
         again = _Replay(step, one)
         again.training = step.training
-        exported, _ = _plain_graph(_export(again, self.tensors, self.batch_leaves), again, [])
+        exported, _ = _plain_graph(export_step(again, self.tensors, self.batch_leaves), again, [])
         keep_places(one, exported)
         return exported
 
@@ -314,6 +309,18 @@ class _Replay(_Step):
         for name, value in zip(self.outputs.buffers, results[self.outputs.loss :], strict=True):
             own[name].copy_(value)
         return results[0] if self.want == "loss" else tuple(results[: self.outputs.loss])
+
+
+def _refuse_least_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> None:
+    """Raise CaptureError where the graph holds only from a number of rows on which a part may not have."""
+    for node, dim in zip(_inputs(gm), batch_leaves, strict=True):
+        size = node.meta["val"].shape[dim] if dim is not None else None
+        least = private.least_size(size) if isinstance(size, torch.SymInt) and not size.node.expr.is_number else 0
+        if least > 2:
+            raise CaptureError(
+                f"the model cannot be captured as a graph: it takes at least {least} rows, and a part of the batch may "
+                "have fewer; select by a mask in place of a number of rows"
+            )
 
 
 def _is_symbolic(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> bool:
@@ -408,119 +415,40 @@ def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
                 buffer.copy_(value)
 
 
-def _export(
-    step: _Step,
-    tensors: tuple[Tensor, ...],
-    batch_leaves: Sequence[int | None],
-    moving: Sequence[Sequence[int]] = (),
-) -> ExportedProgram:
-    auto: Any = Dim.AUTO
-    shapes = [None if dim is None else {dim: auto} for dim in batch_leaves]
-    for index, dims in enumerate(moving):
-        if dims:
-            shapes[index] = {**(shapes[index] or {}), **dict.fromkeys(dims, auto)}
-    modes = {name: module.training for name, module in step.model.named_modules()}
-    logged = logging.root.manager.disable
-    try:
-        logging.disable(logging.CRITICAL)  # the exporter logs and prints each failure at length; ours are raised
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            program = torch.export.export(step, (list(tensors),), dynamic_shapes=(shapes,), strict=False)
-            inline_grad_regions(program.graph_module)
-            decomposed: torch.export.ExportedProgram = program.run_decompositions({})
-            return decomposed
-    except AsksValuesError as error:
-        error.paths = error.paths or modules_of_error(error.__traceback__, step.model)
-        raise
-    except EfftraError:
-        raise
-    except Exception as error:
-        cause = error.__cause__
-        if isinstance(cause, AsksValuesError):
-            cause.paths = cause.paths or modules_of_error(cause.__traceback__, step.model)
-        if isinstance(cause, EfftraError):
-            raise cause from None
-        paths = modules_of_error(error.__traceback__, step.model) or _module_of_constant(error)
-        if _needs_values(error) or paths:
-            asks = AsksValuesError(_why(error))
-            asks.paths = paths
-            if not _needs_values(error):
-                asks.reason = f"it cannot be traced ({_first_line(error)})"
-            raise asks from error
-        raise CaptureError(_why(error)) from error
-    finally:
-        logging.disable(logged)
-        for name, module in step.model.named_modules():
-            module.training = modes[name]
-
-
-def _needs_values(error: BaseException) -> bool:
-    kind, text = type(error).__name__, str(error).lower()
-    return kind.startswith(("GuardOnDataDependent", "DataDependent", "DynamicOutputShape")) or any(
-        word in text for word in ("data-dependent", "numpy() is not supported", "dynamicoutputshape")
-    )
-
-
-def _module_of_constant(error: BaseException) -> tuple[str, ...]:
-    """Return the module in which the exporter lost track of a tensor, and those around it, the innermost first."""
-    found = re.search(r"model attribute: model\.(\S+)\.\w+", str(error))
-    parts = found[1].split(".") if found else []
-    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    if "fake tensor in the exported program" in text:
-        return "it computes with tensors that a tracer cannot follow, as torch.func.vmap, autograd.grad and .data do"
-    return text.splitlines()[0]
-
-
-def _why(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    first = _first_line(error)
-    place = line_of_error(error.__traceback__)
-    place = f" at {place}" if place else ""
-    if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
-        first = f"it branches on, or takes a size from, the value of a tensor ({first.split('. ')[0]})"
-        remedy = "replace the branch by torch.where, or move it out of forward"
-    else:
-        remedy = "see the cause above, or put that part into a module of its own, which then runs as it is"
-    return f"the model cannot be captured as a graph: {first}{place}; {remedy}"
-
-
-def _plain_graph(program: ExportedProgram, step: _Step, asked: Sequence[Asked]) -> tuple[fx.GraphModule, Guards | None]:
-    """Return the program's graph with roles on placeholders, tied parameters merged and checks dropped.
+def _plain_graph(exported: Exported, step: _Step, asked: Sequence[Asked]) -> tuple[fx.GraphModule, Guards | None]:
+    """Return the exported graph with roles on placeholders, tied parameters merged and checks dropped.
 
     The last results are those that were `asked`; they become the guards.
     """
-    gm = program.graph_module
-    signature = program.graph_signature
+    gm = exported.gm
     names = _canonical_names(step)
     constants: dict[str, Tensor] = {}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     first: dict[tuple[str, str], fx.Node] = {}
     leaf_names = iter(step.call_structure.tensor_names)
-    for node, spec in zip(placeholders, signature.input_specs, strict=True):
-        role = _role(spec, names, leaf_names, program, constants)
+    for node, (kind, target) in zip(placeholders, exported.placeholders, strict=True):
+        role = _role(kind, target, names, leaf_names, exported, constants)
         if role.kind != "input" and (role.kind, role.name) in first:
             node.replace_all_uses_with(first[role.kind, role.name])
             gm.graph.erase_node(node)
             continue
         first[role.kind, role.name] = node
         ROLE[node] = role
-    mutated = [(spec.target, spec.kind) for spec in signature.output_specs if spec.kind in _MUTATIONS]
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    values = list(output.args[0])
-    for (target, kind), value in zip(mutated, values, strict=False):
-        if kind is OutputKind.USER_INPUT_MUTATION:
-            raise CaptureError(f"the model writes into its input '{target}' in place; clone it in forward first")
-        if kind is OutputKind.PARAMETER_MUTATION:
-            raise CaptureError(_writes_parameter(names.get(str(target), _bare(str(target))), value))
+    mutated = [(placeholders[number], *exported.placeholders[number]) for number in exported.written]
+    for (node, kind, target), value in zip(mutated, list(output.args[0]), strict=False):
+        if kind is InputKind.USER_INPUT:
+            raise CaptureError(
+                f"the model writes into its input '{ROLE[node].name}' in place; clone it in forward first"
+            )
+        if kind is InputKind.PARAMETER:
+            raise CaptureError(_writes_parameter(names.get(target, _bare(target)), value))
+    _lift(gm, constants)
     make_normal(gm.graph)
     values = list(output.args[0])
     news, results = values[: len(mutated)], values[len(mutated) :]
     _note_places(gm.graph, step)
-    written = tuple(names.get(str(t), _bare(str(t))) for t, _ in mutated)
+    written = tuple(names.get(target, _bare(target)) for _, _, target in mutated)
     results, guards = _split_guards(gm, results, asked, written, constants)
     output.args = ((*results, *news),)
     gm.graph.eliminate_dead_code()
@@ -541,6 +469,21 @@ def _writes_parameter(name: str, value: fx.Node) -> str:
         f"forward writes parameter '{name}' in place{place}, which every part of the batch would do; write it between "
         "steps (under torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
     )
+
+
+def _lift(gm: fx.GraphModule, constants: dict[str, Tensor]) -> None:
+    """Make placeholders of the constants that a graph holds."""
+    for node in list(gm.graph.nodes):
+        value = getattr(gm, str(node.target)) if node.op == "get_attr" else None
+        if not isinstance(value, Tensor):
+            continue
+        with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+            placeholder = gm.graph.placeholder(f"c_{node.target}")
+        placeholder.meta = dict(node.meta)
+        ROLE[placeholder] = Role("constant", placeholder.name)
+        constants[placeholder.name] = value
+        node.replace_all_uses_with(placeholder)
+        gm.graph.erase_node(node)
 
 
 def _split_guards(
@@ -605,17 +548,21 @@ def _bare(name: str) -> str:
 
 
 def _role(
-    spec: Any, names: Mapping[str, str], leaf_names: Any, program: ExportedProgram, constants: dict[str, Tensor]
+    kind: InputKind,
+    target: str,
+    names: Mapping[str, str],
+    leaf_names: Iterator[str],
+    exported: Exported,
+    constants: dict[str, Tensor],
 ) -> Role:
-    kind, target = spec.kind, str(spec.target)
     if kind is InputKind.PARAMETER:
-        return Role("parameter", names[target], bool(program.state_dict[target].requires_grad))
+        return Role("parameter", names[target], target in exported.trained)
     if kind is InputKind.BUFFER:
         return Role("buffer", names[target])
     if kind is InputKind.USER_INPUT:
         return Role("input", next(leaf_names))
     if kind is InputKind.CONSTANT_TENSOR:
-        constants[target] = program.constants[target]
+        constants[target] = exported.constants[target]
         return Role("constant", target)
     raise CaptureError(f"the model holds a {kind.name.lower()} '{target}', which has no place in a graph of tensors")
 
