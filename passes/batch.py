@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from efftra_fx.chance import without_chance
 from efftra_fx.draws import KEEP, UNIFORM
-from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE, Split
+from efftra_fx.meta import BATCH, FREE, OUTPUTS, REDUCED, ROLE, Split
 from efftra_fx.opaque import is_opaque, needs_whole_batch, run_without_chance
 
+from .adding import adds_up
 from .means import argument, with_argument
 from .slices import draws
 
@@ -86,6 +87,8 @@ class ProveBatch:
                 found = relation(whole[node], [p[node] for p in parts], rows, sizes, node in reading)
                 unsure = found.kind == "sum" and node in alike  # rows mixed up give the same sum while they are alike
                 if unsure and any(BATCH[n].kind == "mixed" for n in node.all_input_nodes):
+                    found = Split("mixed")
+                if found.kind == "sum" and not REDUCED.on(node) and not adds_up(node, reading):
                     found = Split("mixed")
                 if middle == 1 or BATCH[node] == found:
                     BATCH[node] = found

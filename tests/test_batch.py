@@ -59,6 +59,11 @@ def proven(function: Callable[..., Any], x: Tensor | None = None) -> tuple[Split
         (lambda x, w: (x @ w).amax(), Split("mixed")),
         (lambda x, w: (x @ w).flip(0), Split("mixed")),
         (lambda x, w: (x @ w).topk(2, 0).values.sum(0) + x[:, :3], Split("mixed")),  # a part of one row has no two
+        (lambda x, w: x.square().sum().abs() + w.sum() * 0, Split("mixed")),  # sums of one sign, this time
+        (lambda x, w: (x.square().sum() + w.sum() * 0).square().sqrt(), Split("mixed")),
+        (lambda x, w: (lambda s: s * s.sign())(x.square().sum() + w.sum() * 0), Split("mixed")),
+        (lambda x, w: torch.where(x.square().sum() > 0, x.square().sum(), w.sum()), Split("mixed")),
+        (lambda x, w: (x[:, 0] * (x[:, 0] == x[0, 0]) * w[0, 0]).relu().max(), Split("mixed")),  # one row, this time
     ],
 )
 def test_a_value_follows_the_batch_as_proven(function: Callable[..., Any], expected: Split) -> None:
