@@ -173,8 +173,11 @@ def example_of_recipe(recipe: Recipe) -> Example:
 
 
 @st.composite
-def plans(draw: st.DrawFn, blocks: int, ranks: int, joined: bool = False) -> Plan:
-    """Draw any plan for a chain of so many blocks: any cuts, replicas, ranks in any order, some of them idle."""
+def plans(draw: st.DrawFn, blocks: int, ranks: int, joined: bool = False, widest: int = 1) -> Plan:
+    """Draw any plan for a chain of so many blocks: any cuts, replicas, ranks in any order, some of them idle.
+
+    Where `widest` is above 1, stages are in tensor groups of up to so many ranks where their ranks allow.
+    """
     count = draw(st.integers(1, min(blocks, ranks, 5)))
     inner = draw(st.sets(st.integers(1, blocks - 1), min_size=count - 1, max_size=count - 1)) if count > 1 else set()
     edges = [0, *sorted(inner), blocks]
@@ -184,8 +187,9 @@ def plans(draw: st.DrawFn, blocks: int, ranks: int, joined: bool = False) -> Pla
         most = min(4, len(left) - (count - 1 - index))
         number = draw(st.integers(1, most))
         devices, left = tuple(left[:number]), left[number:]
-        stages.append(
-            Stage(edges[index], edges[index + 1], devices, recompute=draw(st.sampled_from((False, False, True))))
-        )
+        again = draw(st.sampled_from((False, False, True)))
+        widths = [width for width in range(1, widest + 1) if number % width == 0]
+        width = draw(st.sampled_from(widths[1:] or widths)) if widest > 1 else 1
+        stages.append(Stage(edges[index], edges[index + 1], devices, width, again))
     schedule = "gpipe" if joined else draw(st.sampled_from(("1f1b", "gpipe")))
     return Plan(tuple(stages), draw(st.integers(1, 7)), schedule, draw(st.integers(1, 2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import SystemRandom
 
 import pytest
@@ -13,11 +14,14 @@ from strategies_programs import clusters
 
 from efftra_fx import verify
 from efftra_fx.cluster import Cluster
+from efftra_fx.passes import shard
+from efftra_fx.passes.shard_choice import Prices
 from efftra_fx.plan import Plan
 from efftra_fx.runtime.simulate import Durations, simulate
 
 RANKS = 6
 PHASES = (Phase.generate,)  # to shrink a model takes minutes, and the note says it all
+WIDEST = 4
 LOTS, MODELS, PLANS = 2, 8, 63  # 1,008 cases
 
 
@@ -39,18 +43,18 @@ def one_case(rig: Rig, plan: Plan, cluster: Cluster, rows: int) -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn, rig: Rig) -> tuple[Plan, Cluster, int]:
+def cases(draw: st.DrawFn, rig: Rig, widest: int) -> tuple[Plan, Cluster, int]:
     """Draw a plan, a cluster that it may run on, and a number of rows."""
     joined = not rig.first.built.front.tail.linear
-    return draw(plans(rig.blocks, RANKS, joined)), draw(clusters(RANKS)), draw(st.integers(1, 13))
+    return draw(plans(rig.blocks, RANKS, joined, widest)), draw(clusters(RANKS)), draw(st.integers(1, 13))
 
 
-def many_cases(data: st.DataObject, count: int) -> None:
+def many_cases(data: st.DataObject, count: int, widest: int) -> None:
     """Capture one drawn model and run it by many drawn plans."""
     recipe = data.draw(recipes())
     rig = Rig(example_of_recipe(recipe), RANKS)
     for _ in range(count):
-        plan, cluster, rows = data.draw(cases(rig))
+        plan, cluster, rows = data.draw(cases(rig, widest))
         try:
             one_case(rig, plan, cluster, rows)
         except Exception:
@@ -58,7 +62,7 @@ def many_cases(data: st.DataObject, count: int) -> None:
             raise
 
 
-def lot_of_cases(lot: int, models: int, count: int) -> None:
+def lot_of_cases(lot: int, models: int, count: int, widest: int = 1) -> None:
     """Draw so many models and plans for each; each lot draws others, also where draws repeat from run to run."""
     start = lot if settings.default is not None and settings.default.derandomize else SystemRandom().getrandbits(32)
 
@@ -66,7 +70,7 @@ def lot_of_cases(lot: int, models: int, count: int) -> None:
     @settings(max_examples=models, phases=PHASES)
     @given(st.data())
     def draw(data: st.DataObject) -> None:
-        many_cases(data, count)
+        many_cases(data, count, widest)
 
     draw()
 
@@ -74,6 +78,25 @@ def lot_of_cases(lot: int, models: int, count: int) -> None:
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_any_plan_of_any_model_is_sound_and_equals_one_device(lot: int) -> None:
     lot_of_cases(lot, MODELS, PLANS)
+
+
+@pytest.fixture
+def free_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiny layers be cut: they would be left whole, since sums cost more than they."""
+    monkeypatch.setattr(shard, "Prices", partial(Prices, sum_s=0.0, summed_byte_s=1e-13))
+
+
+@pytest.mark.usefixtures("free_sums")
+def test_any_plan_with_tensor_groups_is_sound_and_equals_one_device() -> None:
+    lot_of_cases(LOTS, 2, 8, WIDEST)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("free_sums")
+@pytest.mark.parametrize("lot", range(10))
+def test_ten_thousand_plans_with_tensor_groups_are_sound_and_equal_one_device(lot: int) -> None:
+    lot_of_cases(LOTS + 1 + lot, 50, 20, WIDEST)
 
 
 @pytest.mark.long
