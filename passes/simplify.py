@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from efftra_fx.collectives import exchange_of
 from efftra_fx.operators import is_view
 
 from .record import is_blank
@@ -23,6 +24,8 @@ def simplify(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     Removed are views that look at their memory as an earlier value does, intermediate reshapes,
     reshapes that only drop the dimension that a sum has kept, and repetitions of the same call.
+    Exchanges with other ranks all stay: what is the same on this rank may differ on another, whose shares
+    have other bounds, and each must be met as often on all.
     """
     replaced: dict[fx.Node, fx.Node] = {}
     seen: dict[Hashable, fx.Node] = {}
@@ -53,7 +56,7 @@ def _is_view_node(node: fx.Node) -> bool:
 
 
 def _call_key(node: fx.Node) -> Hashable:
-    if is_random(node) or is_blank(node) or node.op != "call_function":
+    if is_random(node) or is_blank(node) or node.op != "call_function" or exchange_of(node.target, node.args):
         return node
     return (node.target, _freeze(node.args), _freeze(node.kwargs))
 

@@ -21,7 +21,9 @@ from efftra_fx.passes.blocks import block_names
 from efftra_fx.passes.shard import Sharded, shard_stage
 from efftra_fx.passes.shard_candidates import find_candidates
 from efftra_fx.passes.shard_choice import Choice, Prices, choose
+from efftra_fx.passes.shard_cuts import Cut
 from efftra_fx.passes.shard_explain import Moved, exchanges
+from efftra_fx.passes.shard_rules import complete
 from efftra_fx.passes.split import StageGraph
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.signature import read_call
@@ -273,6 +275,19 @@ def hold_random(seed: int, width: int) -> None:
 @given(st.integers(0, 10**6), st.integers(2, 4))
 def test_any_mixture_of_strategies_computes_what_one_device_does(seed: int, width: int) -> None:
     hold_random(seed, width)
+
+
+def test_values_that_are_the_same_on_one_rank_alone_are_exchanged_as_often_on_all() -> None:
+    maker = Maker()
+    value = maker.value(torch.randn(3, 8, dtype=torch.float64), 0)
+    slices = [maker.call(aten.slice.Tensor, value, 1, start, start + 4) for start in (3, 2)]
+    gm = maker.finish(*(maker.call(aten.tanh.default, one) for one in slices))
+    cut = Cut(8, (((0, 1), (2, 4), (6, 7)), ((1, 2), (4, 6), (7, 8))))  # rank 1 has the same of both slices
+    found = find_candidates(gm, 2)
+    ways = {node: complete(node, False, 0, 1, cut, lambda *_: None) for node in slices}
+    assert all(ways.values()) and ways[slices[0]] != ways[slices[1]]
+    chosen = {**whole_choice(found).strategies, **{node: way for node, way in ways.items() if way is not None}}
+    hold_against_one_device(maker, gm, found, Choice(chosen, 0.0))
 
 
 @pytest.mark.long
