@@ -204,8 +204,12 @@ class Program:
         self.edges[at] = grids[0], grids[1]
         return self.edges[at]
 
-    def run(self, period_s: float) -> tuple[Batch, Singles] | None:
-        """The best plans with no stage or channel above the period, with their y; `None` when there are none."""
+    def run(self, period_s: float, times: int = 1) -> tuple[Batch, Singles] | None:
+        """The best plans with no stage or channel above the period, with their y; `None` when there are none.
+
+        With `times` micro-batches, y counts them all on each stage, as where there are too
+        few for any rhythm: x(stage + suffix) is then no less than times (f + b).
+        """
         size, devices = len(self.positions), self.layout.size
         shape = (self.layers, size, devices + 1, devices + 1)  # layer, position, device position, devices
         x, y, t = (
@@ -217,9 +221,9 @@ class Program:
         joins: Joined = join_x, join_y, join_t, np.zeros(beside, dtype=np.int64)
         for o in range(devices - 1, -1, -1):
             cost = self.stack(o)
-            self.last_stage(o, cost, period_s, x, y, t, came)
+            self.last_stage(o, cost, period_s, times, x, y, t, came)
             if o + 1 < devices and self.layers > 1:
-                self.extend(o, cost, period_s, joins, x, y, t, came)
+                self.extend(o, cost, period_s, times, joins, x, y, t, came)
             if o > 0:
                 found = self.join(o, period_s, x, y, t)
                 part = o, slice(0, len(found[0])), slice(None), slice(0, o)
@@ -229,15 +233,15 @@ class Program:
         return self.collect(y, came)
 
     def last_stage(
-        self, o: int, cost: Merged, period_s: float, x: Singles, y: Singles, t: Singles, came: Links
+        self, o: int, cost: Merged, period_s: float, times: int, x: Singles, y: Singles, t: Singles, came: Links
     ) -> None:
         """Suffixes of one stage on positions [o, o + d), for every d."""
         through = cost.through_s[:, 0, :, -1]
         fits = through <= period_s
         stop = through.shape[0] + 1
-        y[0, :, o, 1:stop] = np.where(fits, through + cost.extra_s[:, 0, :, -1], FAR).T
-        x[0, :, o, 1:stop] = np.where(fits, through, FAR).T
-        t[0, :, o, 1:stop] = x[0, :, o, 1:stop]
+        y[0, :, o, 1:stop] = np.where(fits, times * through + cost.extra_s[:, 0, :, -1], FAR).T
+        x[0, :, o, 1:stop] = np.where(fits, times * through, FAR).T
+        t[0, :, o, 1:stop] = np.where(fits, through, FAR).T
         came[0, :, o, 1:stop, 0] = len(self.positions) - 1
         came[0, :, o, 1:stop, 1] = 0
         came[0, :, o, 1:stop, 2] = cost.way[:, 0, :, -1].T
@@ -268,6 +272,7 @@ class Program:
         o: int,
         cost: Merged,
         period_s: float,
+        times: int,
         joins: Joined,
         x: Singles,
         y: Singles,
@@ -289,6 +294,8 @@ class Program:
             ceiling = np.minimum(ceiling, np.minimum(self.pair * period_s - best_t, deepest[None, :, None] - best_x))
         new_y = best_y[:, :, None, :] + (forward + cost.turn_s[:stop, part])
         np.maximum(new_y, best_x[:, :, None, :] + (through + cost.extra_s[:stop, part]), out=new_y)
+        if times > 1:
+            np.maximum(new_y, times * through + cost.extra_s[:stop, part], out=new_y)
         np.putmask(new_y, through > ceiling[:, :, None, :], FAR)
         cut = np.argmin(new_y, axis=3)  # (devices, layer, position)
         found = new_y.reshape(-1)[cut.reshape(-1) + np.arange(cut.size) * cut.shape[2]].reshape(cut.shape)
@@ -302,7 +309,9 @@ class Program:
         own_layer = layer if through.shape[1] > 1 else np.zeros_like(layer)
         own = through[devices, own_layer, position, at]
         np.moveaxis(t[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own
-        np.moveaxis(x[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = own + best_x[devices, layer, at]
+        np.moveaxis(x[1 : layers + 1, :, o, 1 : stop + 1], 2, 0)[better] = np.maximum(
+            times * own, own + best_x[devices, layer, at]
+        )
         chosen = np.stack(
             [at, following[devices, layer, at], cost.way[:stop, part][devices, own_layer, position, at]], axis=-1
         )

@@ -36,6 +36,7 @@ SMALL = 8  # devices in a line up to which more starts are refined
 MANY = 64  # devices in a cluster from which on the search is coarser
 MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
 POSITIONS = 28  # cut positions that it looks at
+SHORT = 48  # blocks up to which it looks at all of them
 MOST_MICRO_BATCHES = 512
 MOST_ALTERNATIVES = 10
 CLOSE_SEED = 1.07  # times the best: placements that are worked out
@@ -303,6 +304,8 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
             found += even_shapes(search, layout, depth)
     if narrow(search, layout):
         most = min(max(POSITIONS, POSITIONS * 16 // layout.size), 3 * POSITIONS)
+        if table.blocks <= SHORT and layout.size <= 16:
+            most = table.blocks + 1
         layers = request.stages or min(layout.size, table.blocks, MOST_LAYERS)
         for batch in scan(search, layout, micro, most, layers, len(RATIOS)):
             found += [shape_of(batch, at) for at in range(len(batch))]

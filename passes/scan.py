@@ -15,13 +15,19 @@ from .table import Layout
 
 FINE = tuple(1.0 + 0.04 * step for step in range(1, 17))  # the same, where it is cheap
 RATIOS = (1.02, 1.07, 1.13, 1.2, 1.28, 1.37, 1.5, 1.75, 2.2, 3.5)  # bounds, over the fastest period
+FEW, FEW_SHORT = (
+    2,
+    8,
+)  # micro-batches for each stage up to which plans are also looked for as if there were no rhythm; on short chains
 NEAR, FAR_OFF = 1.02, 1.15  # times the best of this scan, and of all: bounds above are not tried
 
 
 def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: int, rounds: int) -> list[Batch]:
     """Plans for a scan of bounds on the period, from tight to loose."""
     pricer = search.pricer(layout, micro_batches)
-    program = Program(search, pricer, thinned(search.table, most), layers)
+    positions = thinned(search.table, most)
+    every = len(positions) > search.table.blocks
+    program = Program(search, pricer, positions, layers)
     tightest = fastest_period(search, layout, pricer.micro_rows)
     if micro_batches == 1 or tightest <= 0:
         ratios: tuple[float, ...] = RATIOS[:1]
@@ -36,6 +42,9 @@ def scan(search: Search, layout: Layout, micro_batches: int, most: int, layers: 
         runs = Runs(program, periods[:: 3 if gpipe and len(orders) > 1 else 1])
         if tight and runs.tightest() >= tight[0]:
             continue  # the bounds that GPipe is free of do not bind
+        if not gpipe and 1 < micro_batches <= (FEW_SHORT if every else FEW) * layers:
+            few = program.run(IMPOSSIBLE / 2, micro_batches)
+            found += [few[0]] if few is not None else []
         runs.subdivide()
         tight.append(runs.tightest())
         found += runs.found
