@@ -206,6 +206,8 @@ def _time_series() -> Made:
         dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
     )
     inputs = {
         "past_values": torch.rand(ROWS, 8),

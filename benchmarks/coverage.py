@@ -1,7 +1,9 @@
 """Hold every architecture against one device, by several plans, and write the table to docs/coverage.md.
 
-    python benchmarks/coverage.py            all of them
-    python benchmarks/coverage.py gpt2 t5    some, printed alone
+    python benchmarks/coverage.py                         all of them
+    python benchmarks/coverage.py gpt2 t5                 some, printed alone
+    python benchmarks/coverage.py --keep ROWS --shard 0/2 every second one, its rows kept in a file
+    python benchmarks/coverage.py --keep ROWS             those that have no row yet, and then the document
 
 For each architecture the loss and every gradient of one step are compared with the same model
 on one device, in float64, and the output in eval mode with the model's own.
@@ -10,11 +12,12 @@ on one device, in float64, and the output in eval mode with the model's own.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,21 +162,37 @@ def document(rows: Sequence[Row]) -> str:
     return "\n".join([*head, *(row.text for row in rows)]) + "\n"
 
 
+def kept(path: Path | None) -> dict[str, Row]:
+    """Return the rows that runs before have kept in a file, one a line."""
+    if path is None or not path.exists():
+        return {}
+    read = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {one["name"]: Row(**{**one, "remarks": tuple(one["remarks"])}) for one in read}
+
+
 def main() -> None:
     """Run what is asked for; write the document where that is everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures; all of them without")
     parser.add_argument("--write", type=Path, default=Path(__file__).parents[1] / "docs" / "coverage.md")
+    parser.add_argument("--keep", type=Path, help="a file for rows; what has one there is not run again")
+    parser.add_argument("--shard", default="0/1", help="which part of how many, as in 0/2")
     chosen = parser.parse_args()
+    part, parts = (int(number) for number in chosen.shard.split("/"))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows = []
-    for name in chosen.names or ARCHITECTURES:
+    rows = kept(chosen.keep)
+    for name in (chosen.names or list(ARCHITECTURES))[part::parts]:
+        if name in rows:
+            continue
         begin = time.perf_counter()
-        rows.append(hold(name))
-        print(f"{rows[-1].text}  {time.perf_counter() - begin:.0f} s", flush=True)
-        if not chosen.names:
-            chosen.write.write_text(document(rows), encoding="utf-8")
+        rows[name] = hold(name)
+        print(f"{rows[name].text}  {time.perf_counter() - begin:.0f} s", flush=True)
+        if chosen.keep is not None:
+            with chosen.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(rows[name])) + "\n")
+    if not chosen.names and all(name in rows for name in ARCHITECTURES):
+        chosen.write.write_text(document([rows[name] for name in ARCHITECTURES]), encoding="utf-8")
 
 
 if __name__ == "__main__":

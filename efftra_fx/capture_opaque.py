@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import Function, make_operator, random_states
+
+_INSIDE: ContextVar[bool] = ContextVar(
+    "a custom function is running, which is one node with all that it calls", default=False
+)
 
 
 @contextmanager
@@ -92,7 +97,11 @@ def _call_function(cls: Any, call: Callable[..., Any], args: tuple[Any, ...]) ->
         filled = list(flat)
         for place, operand in zip(places, operands, strict=True):
             filled[place] = operand
-        results, structure = take_apart(call(*tree.rebuild(filled)))
+        outside = _INSIDE.set(True)
+        try:
+            results, structure = take_apart(call(*tree.rebuild(filled)))
+        finally:
+            _INSIDE.reset(outside)
         seen.append(structure)
         counts.append(len(results))
         return [value for _, value in results]
@@ -212,6 +221,8 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
     modes = [(inner, inner.training) for inner in module.modules()]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if _INSIDE.get():
+            return original(*args, **kwargs)
         pair = next(calls, None)
         if pair is None:
             raise CaptureError(f"module '{path}' is called more often while it is captured than when it runs")

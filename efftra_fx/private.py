@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 
 
 @functools.cache
-def _autograd_keys() -> torch._C.DispatchKeySet:
-    names = [name for name in dir(torch._C.DispatchKey) if name.startswith(("Autograd", "Autocast"))]
+def _autograd_keys(*more: str) -> torch._C.DispatchKeySet:
+    names = [name for name in dir(torch._C.DispatchKey) if name.startswith(("Autograd", *more))]
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in names:
         keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
@@ -43,7 +43,7 @@ def below_autograd() -> AbstractContextManager[None]:
     Unlike inference mode it makes normal tensors: gradients computed under it can be
     handed to an optimizer. It holds for the calling thread only.
     """
-    return torch._C._ExcludeDispatchKeyGuard(_autograd_keys())
+    return torch._C._ExcludeDispatchKeyGuard(_autograd_keys("Autocast"))
 
 
 def boxed(overload: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -85,7 +85,10 @@ def running_sequence_number() -> int:
 
 
 def above_autograd() -> AbstractContextManager[None]:
-    """Return a guard under which operators are recorded by autograd again, even inside `below_autograd`."""
+    """Return a guard under which operators are recorded by autograd again, even inside `below_autograd`.
+
+    Autocast stays as it is: its keys are out of the way where it is off.
+    """
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set() - _autograd_keys()
     return torch._C._ForceDispatchKeyGuard(included, excluded)

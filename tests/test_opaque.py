@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from efftra_fx import CompiledModel
 from efftra_fx.errors import CaptureError
+from efftra_fx.opaque import make_operator
 from efftra_fx.passes.batch import is_random
 from efftra_fx.program import micro_batch_rows
 from efftra_fx.runtime.executor import _mix
@@ -212,3 +213,49 @@ def test_a_module_that_no_tracer_can_follow_trains_as_on_one_device(
 def test_what_it_draws_cannot_be_drawn_alike_by_any_plan() -> None:
     with pytest.raises(CaptureError, match="rng='layout_free' cannot draw what 'first' draws, which runs as it is"):
         compiled(with_first(Noisy()), 1, rng="layout_free")
+
+
+def test_gradients_of_what_runs_as_it_is_are_computed_in_its_own_precision() -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True))
+
+    def run(operands: Any) -> list[Tensor]:
+        return [torch.tanh(operands[0] @ operands[1])]
+
+    operator = make_operator("narrow", run, lambda operands: [torch.empty_like(operands[0])])
+    expected = torch.autograd.grad(run([x, w])[0].sum(), [x, w])
+    for a, b in zip(torch.autograd.grad(operator([x, w])[0].sum(), [x, w]), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = make_operator("cast", run, lambda operands: [torch.empty_like(operands[0], dtype=torch.bfloat16)])
+        result, own = cast([x, w])[0], run([x, w])[0]
+    for a, b in zip(torch.autograd.grad(result.sum(), [x, w]), torch.autograd.grad(own.sum(), [x, w]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function that calls a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: nn.Module) -> Tensor:
+        return x + inner(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class Reversible(nn.Module):
+    """A module that decides by values, called inside a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Doubled.apply(x, self.inner)
+        return result * 2
+
+
+def test_a_module_that_decides_by_values_inside_a_custom_function_is_kept_with_what_calls_it() -> None:
+    assert_matches(with_first(Reversible()))
