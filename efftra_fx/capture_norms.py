@@ -1,9 +1,12 @@
-"""Norms that keep a plain average of all batches so far, written so that a graph can say it.
+"""Norms that keep averages of all batches so far, written so that a graph can say it.
 
 `BatchNorm` with `momentum=None` takes the number of batches that it has seen as a Python number, which a
 captured graph would keep as it was. The same average, with the number as a tensor:
 
     n = n + 1    average = average · (1 - 1/n) + statistics of this batch · 1/n
+
+`InstanceNorm` with running statistics writes them through an alias that an exporter loses. They are
+averages of the means over rows.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 @contextmanager
 def averages_of_all_batches() -> Iterator[None]:
-    """While this lasts, batch norms without a momentum compute their running averages with tensors alone."""
+    """While this lasts, such norms compute their running averages with tensors alone, and write them in place."""
     original: Any = _BatchNorm.forward
+    alone: Any = _InstanceNorm._apply_instance_norm
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if self.momentum is not None or not (self.training and self.track_running_stats):
@@ -35,11 +40,24 @@ def averages_of_all_batches() -> Iterator[None]:
         self.running_var.copy_(self.running_var * (1.0 - share) + variance * share)
         return out
 
+    def apply_instance_norm(self: Any, input: Tensor) -> Tensor:
+        if not self.training or self.running_mean is None:
+            plain: Tensor = alone(self, input)
+            return plain
+        share, pixels = self.momentum or 0.0, list(range(2, input.ndim))
+        with torch.no_grad():
+            mean, variance = input.mean(pixels).mean(0), input.var(pixels).mean(0)
+            self.running_mean.copy_(self.running_mean * (1.0 - share) + mean * share)
+            self.running_var.copy_(self.running_var * (1.0 - share) + variance * share)
+        return torch.nn.functional.instance_norm(input, None, None, self.weight, self.bias, True, share, self.eps)
+
     _BatchNorm.forward = forward  # type: ignore[method-assign]
+    _InstanceNorm._apply_instance_norm = apply_instance_norm  # type: ignore[method-assign]
     try:
         yield
     finally:
         _BatchNorm.forward = original  # type: ignore[method-assign]
+        _InstanceNorm._apply_instance_norm = alone  # type: ignore[method-assign]
 
 
 __all__ = ["averages_of_all_batches"]

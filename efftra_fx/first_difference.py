@@ -96,7 +96,7 @@ class EagerRecord(TorchDispatchMode):
         return out
 
     def _note(self, values: Values, tensor: Tensor) -> None:
-        if id(tensor) in self.known:  # held in `aliases`, so no other tensor can have its id
+        if tensor.is_nested or id(tensor) in self.known:  # held in `aliases`, so no other tensor can have its id
             return
         self.known.add(id(tensor))
         self.aliases.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)

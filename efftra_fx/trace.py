@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from efftra_fx import private
 from efftra_fx.capture_align import align, keep_places
 from efftra_fx.capture_checkpoints import checkpoints_inline
+from efftra_fx.capture_encoders import padding_zeroed
 from efftra_fx.capture_export import Exported, export_step
 from efftra_fx.capture_guards import (
     Answers,
@@ -247,6 +248,7 @@ class _Attempt:
             stack.enter_context(alignments_kept_whole())
             stack.enter_context(averages_of_all_batches())
             stack.enter_context(checkpoints_inline())
+            stack.enter_context(padding_zeroed(self.want == "loss"))
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches))
             exported = export_step(step, self.tensors, self.batch_leaves, self.moving)
@@ -368,7 +370,7 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     watches = Watch(kept), Watch(kept)
     answers = Answers()
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss"):
             with watches[0].on(), answers.recording(), _own_code(attempt):
                 step.result([t.clone() for t in attempt.tensors])
             with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import compiled
+from against_eager import assert_matches, compiled
 from habits import Habit, Net, classes, cross_entropy, features
 from rig import lay_out
 from torch import Tensor, nn
@@ -118,6 +118,29 @@ def test_what_depends_on_the_batch_is_that_of_one_device_running_the_parts_in_or
             runs.append(alone.get_buffer("seen"))
         seen = torch.stack(runs).mean(0)
     torch.testing.assert_close(state["seen"], seen, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [((1,), 1), ((2, 1), 3)])
+def test_running_statistics_of_instances_are_those_of_one_device_running_the_parts_in_order(
+    replicas: tuple[int, ...], micro_batches: int
+) -> None:
+    torch.manual_seed(3)
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    layers = (nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+    habit = Habit(nn.Sequential(*layers).double(), (features(),), classes(), cross_entropy)
+    program, (x,) = assert_matches(habit), habit.args
+    planned = program.with_plan(lay_out(program.plan.blocks, replicas, micro_batches))
+    runs = []
+    for replica in range(replicas[0]):
+        alone = copy.deepcopy(habit.model)
+        for low, high in micro_batch_rows(len(x), micro_batches):
+            alone(x[slice(*replica_rows(low, high, replica, replicas[0]))])
+        runs.append(dict(alone.named_buffers()))
+    planned.step(x, target=habit.target)
+    state = planned.state_dict()
+    for name in ("2.running_mean", "2.running_var"):
+        expected = torch.stack([run[name] for run in runs]).mean(0)
+        torch.testing.assert_close(state[name], expected, rtol=1e-11, atol=1e-14)
 
 
 def test_tensors_and_values_are_put_back() -> None:
