@@ -37,7 +37,7 @@ def padding_zeroed(differentiated: bool) -> Iterator[None]:
         finally:
             self.norm = norm
         out = out.masked_fill((padding != 0).unsqueeze(-1), 0.0)
-        return out if norm is None else norm(out)  # type: ignore[no-any-return]
+        return out if norm is None else norm(out)
 
     nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
     try:
