@@ -80,6 +80,7 @@ from efftra_fx.variants import (
     choose,
     describe_batch,
     lay_out,
+    refuse_replaced,
 )
 from efftra_fx.varying import Traces
 from efftra_fx.world import Turns, World
@@ -501,6 +502,7 @@ class CompiledModel:
         try:
             if self._built is None:
                 raise InputError("evaluate needs a compiled model: give example_inputs= to compile, or step once")
+            refuse_replaced(self.built.front)
             call, tensors = read_call(self.model.forward, args, kwargs, None)
             evaluation = self._evaluation(call, tensors)
             dims = dict(zip(call.tensor_names, evaluation.dims, strict=True))

@@ -32,6 +32,7 @@ from efftra_fx.errors import (
 )
 from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
+from efftra_fx.parts import Parts
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
@@ -125,6 +126,7 @@ class Front:
     loss_dtype: torch.dtype
     notes: tuple[str, ...]
     counters: frozenset[str]
+    parts: Parts  # what the model was made of
     pairwise: str | None  # a module that needs two rows or more in every part: it normalises over rows alone
     statistics: str = ""  # over which rows norms take them: "local", "synced" or "exact"; "" where there are none
     alone: fx.GraphModule | None = None  # the step of one device, where it draws the numbers that any plan draws
@@ -331,6 +333,7 @@ def front_end(
         loss_dtype,
         notes,
         counters,
+        Parts(*models),
         pairwise,
         options.batch_norm if norms else "",
         alone,

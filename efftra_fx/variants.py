@@ -32,6 +32,7 @@ def choose(
     variants: Sequence[Built], model: nn.Module, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
 ) -> int:
     """Return which variant a batch is for; raises NotCaptured where it is a new form, InputError where it is wrong."""
+    refuse_replaced(variants[0].front)
     refuse_wrong(variants[0].front, call, tensors)
     reason, branches, flags = "", 0, flags_of(model)
     for index, built in enumerate(variants):
@@ -69,6 +70,16 @@ def broken_guard(front: Front, call: Call, tensors: Sequence[Tensor], buffers: M
     if guards is None:
         return None
     return guards.broken(dict(zip(call.tensor_names, tensors, strict=True)), buffers)
+
+
+def refuse_replaced(front: Front) -> None:
+    """Raise InputError where the model is not made of what it was made of when its step was captured."""
+    replaced = front.parts.replaced()
+    if replaced is not None:
+        raise InputError(
+            f"{replaced} of the model was replaced since the step was captured, which goes on with the old one; write "
+            "into it in place (load_state_dict without assign=True), or compile the model again"
+        )
 
 
 def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
