@@ -342,7 +342,10 @@ def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
         try:
             return attempt.capture()
         except AsksValuesError as again:
-            path = next((p for p in again.paths if p in modules and p not in attempt.opaque), None)
+            # What an opaque module holds is asked again only where that could not be opaque itself.
+            known = tuple(f"{q}." for q in attempt.opaque)
+            left = (p for p in again.paths if p in modules and p not in attempt.opaque and not p.startswith(known))
+            path = next(left, None)
             if path is None:
                 raise CaptureError(str(again)) from (again.__cause__ or first)
             line = str(again).partition(" at ")[2].partition(";")[0]

@@ -143,8 +143,9 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     """
     eager = _eager(model, captured, inputs, loss_fn)
     state = PythonState(*eager.modules)
-    with tensor_hooks_refused(), _own_code("the model and its loss do"), reads_noted(state) as noted:
-        loss, gradients, written = eager.step()
+    with _gradients_returned(eager.parameters), tensor_hooks_refused():
+        with _own_code("the model and its loss do"), reads_noted(state) as noted:
+            loss, gradients, written = eager.step()
     use = state.use(noted)
     _refuse_python(eager, state, use, loss)
     with torch.enable_grad():
@@ -160,6 +161,29 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
         eager.step(record)
         raise _explained(eager, difference, record)
     return use
+
+
+@contextmanager
+def _gradients_returned(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise CaptureError where a backward adds to gradients itself, in place of returning them.
+
+    Leaves them as they were.
+    """
+    held = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    try:
+        yield
+        written = [name for name, p in parameters.items() if p.grad is not None]
+    finally:
+        for name, p in parameters.items():
+            p.grad = held[name]
+    if written:
+        raise CaptureError(
+            f"a custom backward writes the gradient of '{written[0]}' itself (it calls backward() inside backward), "
+            "where no graph can have it; give the parameters to apply() and return their gradients "
+            "(torch.autograd.grad), or use torch.utils.checkpoint"
+        )
 
 
 def _refuse_python(eager: _Eager, state: PythonState, use: PythonUse, loss: Tensor) -> None:

@@ -260,3 +260,37 @@ class Reversible(nn.Module):
 
 def test_a_module_that_decides_by_values_inside_a_custom_function_is_kept_with_what_calls_it() -> None:
     assert_matches(with_first(Reversible()))
+
+
+class Inner(torch.autograd.Function):
+    """A custom function whose backward runs a module again and lets its gradients add up by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.inner = inner
+        result: Tensor = inner(x).detach()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.inner(x).backward(gradient)
+        return x.grad, None
+
+
+def test_a_backward_that_writes_gradients_itself_is_refused_by_the_parameters_name() -> None:
+    class Reruns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Inner.apply(x, self.inner)  # type: ignore[no-untyped-call]
+            return result
+
+    habit = with_first(Reruns())
+    with pytest.raises(CaptureError, match=r"custom backward writes the gradient of '\S+inner.weight' itself"):
+        compiled(habit)
+    assert all(p.grad is None for p in habit.model.parameters())
