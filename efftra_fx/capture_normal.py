@@ -34,6 +34,7 @@ def make_normal(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+    _read_sizes_off_inputs(graph)
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # an operator may lay its real result out unlike its traced one
@@ -49,6 +50,18 @@ def make_normal(graph: fx.Graph) -> None:
             _lay_out(graph, node)
         elif node.target is aten.masked_select.default and node.users and all(is_opaque(u.target) for u in node.users):
             _pad_selection(graph, node)
+
+
+def _read_sizes_off_inputs(graph: fx.Graph) -> None:
+    """Take sizes from placeholders that have them: what needs a size alone then needs no computed value."""
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(value := node.meta.get("val"), torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    known.setdefault(size.node.expr, (node, dim))
+        elif node.target is aten.sym_size.int and isinstance(size := node.meta.get("val"), torch.SymInt):
+            node.args = known.get(size.node.expr, node.args)
 
 
 def _pad_selection(graph: fx.Graph, node: fx.Node) -> None:

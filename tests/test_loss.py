@@ -11,6 +11,7 @@ from against_eager import assert_matches, compiled
 from habits import ROWS, Habit, Net, classes, features
 from torch import Tensor, nn
 
+from efftra_fx import Cluster, compile
 from efftra_fx.errors import BatchError, LossError
 
 WEIGHTS = torch.tensor([0.2, 0.5, 2.0], dtype=torch.float64)
@@ -169,3 +170,26 @@ def test_a_batch_without_rows_is_refused() -> None:
                 options={"batch_dims": {"x": None, "target": None}},
             )
         )
+
+
+def test_a_size_that_is_read_off_an_output_binds_no_target_to_it() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return torch.tanh(self.embed(words)) @ self.embed.weight.t()
+
+    weights = torch.rand(7, dtype=torch.float64) + 0.2
+    words = torch.randint(7, (5, 3), generator=torch.Generator().manual_seed(0))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), weight=weights, label_smoothing=0.1)
+
+    program = compile(
+        Words().double(), Cluster.local(2), example_inputs=(words,), example_target=words, loss_fn=loss_fn,
+        stages=2, schedule="1f1b", micro_batches=3, costs="estimated",
+    )  # fmt: skip
+    assert program.built.front.tail.linear
+    assert program.check(words, target=words, repeats=1, show=False).matches
