@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--micro-batches", type=int)
         command.add_argument("--schedule", choices=("1f1b", "gpipe"))
         command.add_argument("--plan", help="plan file")
+        command.add_argument("--rng", choices=("plan", "layout_free"), default="plan", help="what masks depend on")
+        command.add_argument("--batch-norm", choices=("local", "synced", "exact"), default="local")
+        command.add_argument("--loss-reduction", choices=("mean", "sum"), help="how losses of parts make the batch's")
+        command.add_argument(
+            "--compile-stages", nargs="?", const=True, default=False, metavar="BACKEND", help="use torch.compile"
+        )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="print the plan as JSON")
             command.add_argument("--explain", action="store_true", help="say why, and what would help")
@@ -112,6 +118,10 @@ def _compiled(options: argparse.Namespace) -> Any:
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         plan=options.plan,
+        rng=options.rng,
+        batch_norm=options.batch_norm,
+        loss_reduction=options.loss_reduction,
+        compile_stages=options.compile_stages,
     )
 
 

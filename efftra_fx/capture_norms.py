@@ -16,9 +16,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from efftra_fx.errors import CaptureError
+
+
+def refuse_syncing_norms(*models: nn.Module) -> None:
+    """Raise CaptureError for norms that talk to other processes themselves, which a captured step must not."""
+    for model in models:
+        for path, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise CaptureError(
+                    f"module '{path}' is a SyncBatchNorm, which exchanges statistics between processes by itself; use "
+                    "BatchNorm1d, BatchNorm2d or BatchNorm3d in its place, and compile(..., batch_norm='synced')"
+                )
 
 
 @contextmanager
@@ -60,4 +73,4 @@ def averages_of_all_batches() -> Iterator[None]:
         _InstanceNorm._apply_instance_norm = alone  # type: ignore[method-assign]
 
 
-__all__ = ["averages_of_all_batches"]
+__all__ = ["averages_of_all_batches", "refuse_syncing_norms"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.capture_norms import refuse_syncing_norms
 from efftra_fx.captured_step import capture_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
@@ -243,6 +244,7 @@ def front_end(
     """Capture a step unless it is given, check it against eager, prove how it follows the batch, and fold it."""
     models = (model, options.loss_fn) if isinstance(options.loss_fn, nn.Module) else (model,)
     check_hooks(*models)
+    refuse_syncing_norms(*models)
     given = tensors
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)

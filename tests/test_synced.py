@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import cross_entropy
 
 from efftra_fx import Cluster, CompiledModel, Link, compile
-from efftra_fx.errors import BatchError, DeadlockError, HeaderError, PlanError, ReduceOrderError
+from efftra_fx.errors import BatchError, CaptureError, DeadlockError, HeaderError, PlanError, ReduceOrderError
 from efftra_fx.passes.comm import operands_of
 from efftra_fx.passes.differentiate import differentiate
 from efftra_fx.passes.shard_segments import Segments, run_together
@@ -363,3 +363,9 @@ def test_ranks_of_their_own_train_with_synced_statistics_as_one_device() -> None
             optimizer.zero_grad()
         for state in (one[index] for one in found):
             assert_close(twin.state_dict(), state, 1e-8, "value")
+
+
+def test_a_norm_that_syncs_by_itself_is_refused_with_what_to_use() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(CaptureError, match=r"module '1' is a SyncBatchNorm.* batch_norm='synced'"):
+        compile(model, Cluster.local(2), example_inputs=(torch.randn(6, 4),), loss_fn=lambda y: y.sum())
