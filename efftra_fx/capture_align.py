@@ -11,6 +11,7 @@ numbers; a number that follows the rows is then computed from the rows.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from torch import fx
 
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
+
+
+class OtherOperatorsError(CaptureError):
+    """Raise where a model computes other operators for other numbers of rows; `path` is the module that does."""
+
+    path: str = ""
 
 
 def align(
@@ -30,10 +37,13 @@ def align(
     """
     ones, others = list(first.graph.nodes), list(second.graph.nodes)
     if [(n.op, _target(n)) for n in ones] != [(n.op, _target(n)) for n in others]:
-        raise CaptureError(
-            f"the model computes other operators for {rows[0]} rows than for {rows[1]}, so its batch cannot be cut; "
-            "take sizes from the tensors (x.shape[0]) and not from Python numbers"
+        path, line = _where(ones, others)
+        error = OtherOperatorsError(
+            f"the model computes other operators for {rows[0]} rows than for {rows[1]}{line}, so its batch cannot be "
+            "cut; do not loop over rows, or put that part into a module of its own, which then runs as it is"
         )
+        error.path = path
+        raise error
     graph = fx.Graph()
     writer = _Writer(graph, rows)
     for node, other in zip(ones, others, strict=True):
@@ -52,6 +62,25 @@ def align(
     aligned = fx.GraphModule(first, graph)
     OUTPUTS[aligned], CONSTANTS[aligned] = OUTPUTS[first], CONSTANTS[first]
     return aligned
+
+
+def _where(ones: Sequence[fx.Node], others: Sequence[fx.Node]) -> tuple[str, str]:
+    """Return the smallest module outside of which two graphs have the same operators, and the line in it."""
+    found, line = "", ""
+    for path in sorted({PATH.get(n) or "" for n in ones}, key=len):
+        parts = path.split(".")
+        for prefix in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            outside = [[_target(n) for n in nodes if not _lies_in(n, prefix)] for nodes in (ones, others)]
+            if outside[0] == outside[1] and len(prefix) > len(found):
+                found = prefix
+    differing = next((a for a, b in zip(ones, others, strict=False) if _target(a) != _target(b)), None)
+    if differing is not None and SOURCE.get(differing):
+        line = f" at {SOURCE.get(differing)}"
+    return found, line
+
+
+def _lies_in(node: fx.Node, path: str) -> bool:
+    return f"{PATH.get(node) or ''}.".startswith(f"{path}.")
 
 
 def keep_places(aligned: fx.GraphModule, exported: fx.GraphModule) -> None:

@@ -8,6 +8,7 @@ the loss and then the new values of the buffers that the forward writes.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from efftra_fx import private
-from efftra_fx.capture_align import align, keep_places
+from efftra_fx.capture_align import OtherOperatorsError, align, keep_places
 from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.capture_encoders import padding_zeroed
 from efftra_fx.capture_export import Exported, export_step
@@ -278,7 +279,16 @@ class _Attempt:
             ]
             graphs.append(_plain_graph(export_step(step, tuple(part), [None] * len(part)), step, [])[0])
         name = self.call.tensor_names[place[0]]
-        one = align(graphs[0], graphs[1], (rows, rows - 1), (name, place[1]))
+        try:
+            one = align(graphs[0], graphs[1], (rows, rows - 1), (name, place[1]))
+        except OtherOperatorsError as error:
+            if not error.path:
+                raise CaptureError(str(error)) from error
+            asks = AsksValuesError(str(error))
+            parts = error.path.split(".")
+            asks.paths = tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            asks.reason = "it computes other operators for other numbers of rows"
+            raise asks from error
         again = _Replay(step, one)
         again.training = step.training
         exported, _ = _plain_graph(export_step(again, self.tensors, self.batch_leaves), again, [])
@@ -348,7 +358,8 @@ def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
             path = next(left, None)
             if path is None:
                 raise CaptureError(str(again)) from (again.__cause__ or first)
-            line = str(again).partition(" at ")[2].partition(";")[0]
+            place = re.search(r' at (File "[^"]+", line \d+|[^ ;]+:\d+)', str(again))
+            line = place[1] if place else ""
             kind = type(modules[path])
             alike = [
                 p

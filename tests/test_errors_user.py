@@ -361,6 +361,13 @@ class WritesWeights(nn.Linear):
         return super().forward(x)
 
 
+class RowByRow(nn.Linear):
+    """Takes the rows one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(RowByRow, self).forward(row) for row in x])
+
+
 class Skips(nn.Linear):
     """Is left out by chance."""
 
@@ -378,6 +385,11 @@ MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         CaptureError,
         "branches on ... that depends on random numbers at ... test_errors_user.py: ... torch.where",
         {"model": Skips(6, 3).double()},
+    ),
+    "a loop over rows": (
+        CaptureError,
+        "other operators for 12 rows than for 11 at ... test_errors_user.py ... do not loop over rows, or put that",
+        {"model": RowByRow(6, 3).double()},
     ),
     "a lazy module": (
         InputError,

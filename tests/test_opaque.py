@@ -198,6 +198,25 @@ class Mapped(nn.Module):
         return torch.vmap(row)(x)  # type: ignore[no-any-return]
 
 
+class RowByRow(nn.Module):
+    """A layer that takes the rows one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.tanh(self.layer(row)) for row in x])
+
+
+def test_a_module_that_loops_over_rows_trains_as_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, WIDTH), RowByRow(), nn.Linear(WIDTH, 3)).double()
+    assert_matches(Habit(model, (features(),), classes(), cross_entropy))
+    said = "module '1' runs as it is, in one piece: it computes other operators for other numbers of rows at File"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["slope", "mapped", "mapped slope"])
 def test_a_module_that_no_tracer_can_follow_trains_as_on_one_device(
     what: str, capsys: pytest.CaptureFixture[str]
