@@ -71,7 +71,7 @@ from efftra_fx.state import (
     whole_name,
     whole_state,
 )
-from efftra_fx.trace import LossFn
+from efftra_fx.trace import LossFn, surroundings_of
 from efftra_fx.variants import (
     MOST_VARIANTS,
     NotCaptured,
@@ -522,7 +522,7 @@ class CompiledModel:
 
     def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
         shapes = [[size for d, size in enumerate(t.shape) if d] for t in tensors]
-        key = repr((call.leaves, shapes, [str(t.dtype) for t in tensors]))
+        key = repr((call.leaves, shapes, [str(t.dtype) for t in tensors], surroundings_of(self.model)))
         forms = self._evaluations.setdefault(key, [])
         named = dict(zip(call.tensor_names, tensors, strict=True))
         buffers = next(iter(self.built.tensors.values())).buffers

@@ -8,11 +8,14 @@ computed it is refused by name; where it does not, it is said. What a user sets 
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -25,20 +28,20 @@ _MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alon
 
 @dataclass(frozen=True)
 class Read:
-    """An attribute that forward read, by its module and name, with its value."""
+    """A name that was read in Python, in words, with its value and how to look it up again."""
 
-    path: str
-    module: nn.Module
+    place: str
     name: str
     value: Any
+    look: Callable[[], Any]
 
     def __str__(self) -> str:
-        return _place(self.path, self.name)
+        return self.place
 
     @property
     def now(self) -> Any:
         """The value that it has at present."""
-        return vars(self.module).get(self.name)
+        return self.look()
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,15 @@ class PythonState:
         """Return the attributes that are others now, in words."""
         return [_place(self.modules[module], name) for module, name in self._changed()]
 
-    def use(self, read: dict[tuple[nn.Module, str], Any]) -> PythonUse:
+    def use(self, read: dict[tuple[nn.Module, str], Any], loss_fn: Any = None) -> PythonUse:
         """Return what was read and written since; what forward writes itself is not among what it reads."""
         changed = set(self._changed())
-        reads = (Read(self.modules[m], m, n, v) for (m, n), v in read.items() if (m, n) not in changed)
-        return PythonUse(tuple(r for r in reads if r.name not in _OWN), tuple(self.written()))
+        reads = (
+            Read(_place(self.modules[m], n), n, v, partial(vars(m).get, n))
+            for (m, n), v in read.items()
+            if (m, n) not in changed and n not in _OWN
+        )
+        return PythonUse((*reads, *variables_of(loss_fn)), tuple(self.written()))
 
     def restore(self) -> None:
         """Give the modules the attributes that they had, and the generators outside of torch their states."""
@@ -130,6 +137,39 @@ def reads_noted(state: PythonState) -> Iterator[dict[tuple[nn.Module, str], Any]
         del nn.Module.__getattribute__
 
 
+def variables_of(function: Any) -> list[Read]:
+    """Return the plain variables outside of a function that its code names: a weight that is changed later counts."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return []
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        value = _content(cell)
+        if isinstance(value, _PLAIN):
+            found.append(Read(f"variable '{name}' of the loss", name, value, partial(_content, cell)))
+    known = function.__globals__
+    for name in _names(function.__code__):
+        if isinstance(known.get(name, _MISSING), _PLAIN):
+            found.append(Read(f"variable '{name}' of the loss", name, known[name], partial(known.get, name)))
+    return found
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return _MISSING
+
+
+def _names(code: CodeType) -> list[str]:
+    """Return the global names that code reads, functions inside it too."""
+    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return list(dict.fromkeys((*own, *inner)))
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN}
 
@@ -168,4 +208,4 @@ def _place(path: str, name: str) -> str:
     return f"'{path}.{name}'" if path else f"'{name}' of the model"
 
 
-__all__ = ["PythonState", "PythonUse", "Read", "reads_noted"]
+__all__ = ["PythonState", "PythonUse", "Read", "reads_noted", "variables_of"]

@@ -214,9 +214,14 @@ def capture(
 
 def flags_of(model: nn.Module) -> tuple[Any, ...]:
     """Return how a model is switched: which modules train, which parameters want gradients, autocast, and hooks."""
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     switches = (*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters()))
-    return (*switches, *casts, *private.hook_numbers(model))
+    return (*switches, *surroundings_of(model))
+
+
+def surroundings_of(model: nn.Module) -> tuple[Any, ...]:
+    """Return what holds around a model in either mode: autocast, and hooks."""
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (*casts, *private.hook_numbers(model))
 
 
 @dataclass

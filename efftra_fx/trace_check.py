@@ -146,7 +146,7 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     with _gradients_returned(eager.parameters), tensor_hooks_refused():
         with _own_code("the model and its loss do"), reads_noted(state) as noted:
             loss, gradients, written = eager.step()
-    use = state.use(noted)
+    use = state.use(noted, loss_fn)
     _refuse_python(eager, state, use, loss)
     with torch.enable_grad():
         results = eager.graph()

@@ -150,6 +150,18 @@ def test_its_constants_are_its_own_and_what_is_set_between_steps_counts(kept: bo
             model.train()
 
 
+def test_it_is_cast_where_it_is_called_and_nowhere_else() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(5, 6)
+    fixed: Any = dict(example_inputs=(x,), example_target=torch.arange(5) % 3, stages=2, costs="estimated")
+    program = compile(model, Cluster.local(2), loss_fn=F.cross_entropy, **fixed)
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            found, expected = program.evaluate(x), model(x)
+        assert found.dtype is expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-2 if enabled else 1e-6, atol=1e-2 if enabled else 1e-7)
+
+
 class TimeFirst(nn.Module):
     """Rows lie in dimension 1, one among another once time and rows are one dimension, as a linear layer makes them."""
 

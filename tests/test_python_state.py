@@ -14,7 +14,9 @@ from habits import Habit, Net, classes, cross_entropy, features
 from torch import Tensor, nn
 
 from efftra_fx.errors import CaptureError
-from efftra_fx.python_state import PythonState, reads_noted
+from efftra_fx.python_state import PythonState, reads_noted, variables_of
+
+SHARE = 0.1
 
 
 def made(between: Callable[..., Tensor], **attributes: Any) -> Habit:
@@ -98,6 +100,26 @@ def test_what_is_set_between_steps_holds_from_the_next_on() -> None:
     dropout.p = 0.0
     assert torch.equal(program.step(x, target=target), plain)
     assert len(program._variants) == 1
+
+
+def test_a_weight_in_the_loss_that_is_changed_between_steps_counts() -> None:
+    weight = 1.0
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target) * weight + output.square().mean() * SHARE
+
+    torch.manual_seed(3)
+    model, x, target = Net().double(), features(), classes()
+    program = compiled(Habit(model, (x,), target, weighted), stages=2, micro_batches=2)
+    for number in (1.0, 0.5, 1.0):
+        weight = number
+        expected = weighted(model(x), target).detach()
+        torch.testing.assert_close(program.step(x, target=target), expected, rtol=1e-12, atol=0)
+    assert len(program._variants) == 1
+    assert {str(read) for read in variables_of(weighted)} == {
+        "variable 'weight' of the loss",
+        "variable 'SHARE' of the loss",
+    }
 
 
 def test_reads_and_writes_are_told_apart() -> None:
