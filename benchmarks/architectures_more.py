@@ -351,6 +351,19 @@ _DECODERS: dict[str, Callable[[], Made]] = {
     "modernbert_decoder": decoder(
         "ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", **llama_like(local_attention=4)
     ),
+    "glm4": decoder("Glm4ForCausalLM", "Glm4Config", **llama_like(head_dim=8)),
+    "cohere2": decoder("Cohere2ForCausalLM", "Cohere2Config", **llama_like(sliding_window=4)),
+    "olmo3": decoder("Olmo3ForCausalLM", "Olmo3Config", **llama_like(sliding_window=4)),
+    "exaone4": decoder("Exaone4ForCausalLM", "Exaone4Config", **llama_like(sliding_window=4)),
+    "apertus": decoder("ApertusForCausalLM", "ApertusConfig", **llama_like()),
+    "bitnet": decoder("BitNetForCausalLM", "BitNetConfig", **llama_like()),
+    "lfm2": decoder("Lfm2ForCausalLM", "Lfm2Config", **llama_like(layer_types=["conv", "full_attention", "conv"])),
+    "hunyuan": decoder("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", **llama_like(head_dim=8)),
+    "ernie4_5": decoder("Ernie4_5ForCausalLM", "Ernie4_5Config", **llama_like(head_dim=8)),
+    "seed_oss": decoder(
+        "SeedOssForCausalLM", "SeedOssConfig", **llama_like(head_dim=8, attention_dropout=0.0, residual_dropout=0.0)
+    ),
+    "arcee": decoder("ArceeForCausalLM", "ArceeConfig", **llama_like()),
 }
 
 _MIXTURES: dict[str, Callable[[], Made]] = {
@@ -418,6 +431,28 @@ _MIXTURES: dict[str, Callable[[], Made]] = {
             mamba_dt_rank=4,
             use_mamba_kernels=False,
             use_cache=False,
+            experts_implementation="eager",
+        ),
+    ),
+    "gpt_oss": decoder(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        **llama_like(
+            head_dim=8,
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            experts_implementation="eager",
+        ),
+    ),
+    "phimoe": decoder(
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        **llama_like(
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.0,
+            input_jitter_noise=0.0,
             experts_implementation="eager",
         ),
     ),
@@ -554,6 +589,18 @@ _ENCODERS: dict[str, Callable[[], Made]] = {
         attention_dropout=0.0,
         max_position_embeddings=32,
     ),
+    "esm": decoder("EsmForMaskedLM", "EsmConfig", mask_token_id=3, position_embedding_type="rotary", **bert_like()),
+    "rembert": decoder(
+        "RemBertForMaskedLM",
+        "RemBertConfig",
+        input_embedding_size=16,
+        output_embedding_size=16,
+        **bert_like(classifier_dropout_prob=0.0),
+    ),
+    "xmod": decoder(
+        "XmodForMaskedLM", "XmodConfig", languages=["en_XX", "de_DE"], default_language="en_XX", **bert_like()
+    ),
+    "yoso": unmasked("YosoForMaskedLM", "YosoConfig", use_expectation=True, **bert_like()),
 }
 
 _PAIRS: dict[str, Callable[[], Made]] = {
@@ -605,6 +652,18 @@ _PAIRS: dict[str, Callable[[], Made]] = {
     ),
     "speech_to_text": _speech_to_text,
     "time_series_transformer": _time_series,
+    "umt5": sequences(
+        "UMT5ForConditionalGeneration",
+        "UMT5Config",
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ),
 }
 
 _IMAGES: dict[str, Callable[[], Made]] = {
@@ -733,6 +792,33 @@ _IMAGES: dict[str, Callable[[], Made]] = {
     "siglip": _siglip,
     "timesformer": _timesformer,
     "videomae": _videomae,
+    "pvt": images(
+        "PvtForImageClassification",
+        "PvtConfig",
+        image_size=32,
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 16, 16, 16],
+        num_attention_heads=[1, 2, 2, 2],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    ),
+    "mobilenet_v1": images(
+        "MobileNetV1ForImageClassification",
+        "MobileNetV1Config",
+        image_size=32,
+        depth_multiplier=0.25,
+        classifier_dropout_prob=0.0,
+    ),
+    "bit": images(
+        "BitForImageClassification", "BitConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_groups=2
+    ),
+    "vit_msn": images("ViTMSNForImageClassification", "ViTMSNConfig", **vit_like()),
+    "dinov2_registers": images(
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersConfig",
+        **{k: v for k, v in vit_like().items() if k != "intermediate_size"},
+    ),
 }
 
 _SPEECH: dict[str, Callable[[], Made]] = {
@@ -744,6 +830,7 @@ _SPEECH: dict[str, Callable[[], Made]] = {
     "wav2vec2_conformer": _speech("Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerConfig", conformer_conv_dropout=0.0),
     "audio_spectrogram": _audio_spectrogram,
     "patchtst": _patchtst,
+    "unispeech_sat": _speech("UniSpeechSatForCTC", "UniSpeechSatConfig"),
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -4,6 +4,7 @@
     python benchmarks/coverage.py gpt2 t5                 some, printed alone
     python benchmarks/coverage.py --keep ROWS --shard 0/2 every second one, its rows kept in a file
     python benchmarks/coverage.py --keep ROWS             those that have no row yet, and then the document
+    python benchmarks/coverage.py --keep ROWS --shard 0/0 the document alone, with what has no row named there
 
 For each architecture the loss and every gradient of one step are compared with the same model
 on one device, in float64, and the output in eval mode with the model's own.
@@ -80,8 +81,9 @@ def difference(program: CompiledModel, inputs: dict[str, Any], loss: float, grad
             worst = max(worst, float("inf") if only is not None and bool(only.any()) else 0.0)
             continue
         scale = max(float(expected.abs().max()), 1e-6 * largest)
-        worst = max(worst, float((mine - expected).abs().max()) / scale)
-    return worst
+        apart = float((mine - expected).abs().max()) / scale
+        worst = max(worst, apart if apart == apart else float("inf"))  # a NaN is no match
+    return worst if worst == worst else float("inf")
 
 
 def lay_out(blocks: int, replicas: Sequence[int], micro_batches: int, schedule: str) -> Plan:
@@ -140,8 +142,8 @@ def evaluates_alike(program: CompiledModel, inputs: dict[str, Any]) -> bool:
     )
 
 
-def document(rows: Sequence[Row]) -> str:
-    """Return the text of docs/coverage.md."""
+def document(rows: Sequence[Row], left: Sequence[str] = ()) -> str:
+    """Return the text of docs/coverage.md; `left` are architectures that were not run."""
     good = sum(row.verdict.startswith("match") for row in rows)
     plans = ", ".join(f"{name} ({micro_batches} micro-batches)" for name, _, micro_batches in PLANS)
     head = [
@@ -154,7 +156,7 @@ def document(rows: Sequence[Row]) -> str:
         f"fixed statistics, {architectures.ROWS} rows a batch, by these plans: {plans}. Loss and every gradient are "
         "compared with one device on the whole batch; the last column but two is the largest relative difference.",
         "",
-        f"{good} of {len(rows)} match.",
+        f"{good} of {len(rows)} match." + (f" Not run for this table: {', '.join(left)}." if left else ""),
         "",
         "| architecture | one step, and the output in eval mode | worst | blocks | remarks |",
         "|---|---|---|---|---|",
@@ -182,7 +184,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = kept(chosen.keep)
-    for name in (chosen.names or list(ARCHITECTURES))[part::parts]:
+    for name in (chosen.names or list(ARCHITECTURES))[part::parts] if parts else ():
         if name in rows:
             continue
         begin = time.perf_counter()
@@ -191,8 +193,10 @@ def main() -> None:
         if chosen.keep is not None:
             with chosen.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(rows[name])) + "\n")
-    if not chosen.names and all(name in rows for name in ARCHITECTURES):
-        chosen.write.write_text(document([rows[name] for name in ARCHITECTURES]), encoding="utf-8")
+    left = [name for name in ARCHITECTURES if name not in rows]
+    if not chosen.names and not (parts and left):
+        found = [rows[name] for name in ARCHITECTURES if name in rows]
+        chosen.write.write_text(document(found, left), encoding="utf-8")
 
 
 if __name__ == "__main__":
