@@ -16,24 +16,32 @@ from efftra_fx.collectives import Ranges, reduce, take, tensor_gather
 aten = torch.ops.aten
 
 
-def embedding_part(weight: Tensor, indices: Tensor, padding_idx: int, start: int, stop: int) -> Tensor:
-    """Look up the rows [start, stop) of a table that `weight` has; other indices give zeros (partial sums)."""
+def _own_index(indices: Tensor, allowed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return which indices lie in [start, stop), and all of them counted from there: those of other ranks are 0.
+
+    An index that is not `allowed` is no rank's, and past the end of each, so that looking it up raises.
+    """
     inside = (indices >= start) & (indices < stop)
-    local = torch.where(inside, indices - start, 0)
+    return inside, torch.where(inside, indices - start, torch.where(allowed, 0, stop - start))
+
+
+def embedding_part(weight: Tensor, indices: Tensor, padding_idx: int, start: int, stop: int, size: int) -> Tensor:
+    """Look up the rows [start, stop) of a table of `size` that `weight` has; others give zeros (partial sums)."""
+    inside, local = _own_index(indices, (indices >= 0) & (indices < size), start, stop)
     padding = padding_idx - start if start <= padding_idx < stop else -1
     found = aten.embedding.default(weight, local, -1)
     wanted = inside & (local != padding) if padding >= 0 else inside
     # A padding row's value counts, its gradient does not.
-    result: Tensor = found * wanted.unsqueeze(-1).to(found.dtype)
+    result = torch.where(wanted.unsqueeze(-1), found, 0.0)
     if padding >= 0:
-        result = result + found.detach() * (inside & ~wanted).unsqueeze(-1).to(found.dtype)
+        result = torch.where((inside & ~wanted).unsqueeze(-1), found.detach(), result)
     return result
 
 
 def cross_entropy_part(
-    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, start: int, stop: int, width: int
+    logits: Tensor, target: Tensor, reduction: int, ignore_index: int, start: int, stop: int, width: int, size: int
 ) -> Tensor:
-    """Return the cross-entropy of (rows, classes) logits of which this rank has classes [start, stop); whole.
+    """Return the cross-entropy of (rows, `size` classes) logits of which this rank has classes [start, stop); whole.
 
     One number a row and rank is gathered and two are summed: the logits are never put together.
     """
@@ -41,12 +49,12 @@ def cross_entropy_part(
     everyone = tensor_gather(largest, [len(largest)] * width).view(width, -1)
     shift = aten.amax.default(everyone, [0])
     moved = logits - shift.unsqueeze(1)
-    inside = (target >= start) & (target < stop)
-    local = torch.where(inside, target - start, 0)
-    picked = moved.gather(1, local.unsqueeze(1)).squeeze(1) * inside.to(moved.dtype)
+    counts = target != ignore_index
+    inside, local = _own_index(target, ((target >= 0) & (target < size)) | ~counts, start, stop)
+    picked = torch.where(inside, moved.gather(1, local.unsqueeze(1)).squeeze(1), 0.0)  # a class may be at -inf
     total, own = reduce(torch.stack([moved.exp().sum(1), picked])).unbind(0)
-    counted = (target != ignore_index).to(moved.dtype)
-    rows = (total.log() - own) * counted
+    counted = counts.to(moved.dtype)
+    rows = torch.where(counts, total.log() - own, 0.0)
     if reduction == 0:
         return rows
     return rows.sum() if reduction == 2 else rows.sum() / counted.sum()

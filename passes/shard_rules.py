@@ -544,7 +544,7 @@ def _own_rows(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], kwar
     assert cut is not None
     ((start, stop),) = cut.parts[rank]
     padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
-    return embedding_part, (args[0], args[1], padding, start, stop), {}
+    return embedding_part, (args[0], args[1], padding, start, stop, cut.size), {}
 
 
 @_local(aten.cross_entropy_loss.default)
@@ -554,7 +554,7 @@ def _own_classes(node: fx.Node, s: Strategy, rank: int, args: tuple[Any, ...], k
     ((start, stop),) = cut.parts[rank]
     reduction = args[3] if len(args) > 3 else kwargs.get("reduction", 1)
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
-    return cross_entropy_part, (args[0], args[1], reduction, ignored, start, stop, cut.width), {}
+    return cross_entropy_part, (args[0], args[1], reduction, ignored, start, stop, cut.width, cut.size), {}
 
 
 @_local(aten.dropout.default, aten.native_dropout.default)

@@ -161,13 +161,7 @@ def share_of(tensor: Tensor, place: Placement, rank: int) -> Tensor:
 def hold_against_one_device(maker: Maker, gm: fx.GraphModule, found: Candidates, choice: Choice) -> None:
     """Run the group that a choice makes; outputs and gradients must be those of one device, on every rank."""
     (expected,) = run([gm], [maker.tensors])
-    graphs = [rewrite(gm, found, choice, rank) for rank in range(found.width)]
-    placed = {n.name: choice.strategies[n].outputs[0] for n in gm.graph.nodes if n.op == "placeholder"}
-    operands = [
-        {name: share_of(tensor, placed[name], rank) for name, tensor in maker.tensors.items()}
-        for rank in range(found.width)
-    ]
-    outcomes = run(graphs, operands)
+    placed, outcomes = run_group(maker, gm, found, choice)
     assert len({outcome.meetings for outcome in outcomes}) == 1
     for outcome in outcomes:
         for mine, whole in zip(outcome.outputs, expected.outputs, strict=True):
@@ -181,6 +175,19 @@ def hold_against_one_device(maker: Maker, gm: fx.GraphModule, found: Candidates,
         for rank, part in enumerate(parts):
             wanted = share_of(whole, place, rank)
             close(torch.zeros_like(wanted) if part is None else part, wanted)
+
+
+def run_group(
+    maker: Maker, gm: fx.GraphModule, found: Candidates, choice: Choice
+) -> tuple[dict[str, Placement], list[Outcome]]:
+    """Run the group that a choice makes; return where operands lie, and what each rank has."""
+    graphs = [rewrite(gm, found, choice, rank) for rank in range(found.width)]
+    placed = {n.name: choice.strategies[n].outputs[0] for n in gm.graph.nodes if n.op == "placeholder"}
+    operands = [
+        {name: share_of(tensor, placed[name], rank) for name, tensor in maker.tensors.items()}
+        for rank in range(found.width)
+    ]
+    return placed, run(graphs, operands)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

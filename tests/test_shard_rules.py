@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_rig import Maker, hold_against_one_device, whole_choice
+from shard_rig import Maker, hold_against_one_device, run_group, whole_choice
 from torch import Tensor, fx
 
 from efftra_fx.passes.shard_axes import extents, operands, results, value_of
@@ -502,3 +503,40 @@ def test_a_dropout_that_nobody_reads_still_draws() -> None:
     way = complete(unread, False, 0, 1, halves, lambda *_: None)
     assert way is not None
     hold_against_one_device(maker, gm, found, Choice({**whole_choice(found).strategies, unread: way}, 0.0))
+
+
+def cut_along_vocabulary(build: Build, hold: Callable[..., Any]) -> None:
+    """Do something with a call whose first operand has its words, or classes, cut over two ranks."""
+    torch.manual_seed(0)
+    maker = Maker()
+    gm = maker.finish(build(maker, lambda: 6))
+    found = find_candidates(gm, 2)
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    way = next(
+        one for one in found.strategies[node] if one.inner == "v" or (one.inner == "classes" and one.inputs[0].cut)
+    )
+    hold(maker, gm, found, Choice({**whole_choice(found).strategies, node: way}, 0.0))
+
+
+def looked_up(indices: Tensor) -> Build:
+    return lambda m, n: m.call(aten.embedding.default, m.parameter(tensor(n(), 3)), m.input(indices, 0))
+
+
+def classed(target: Tensor, logits: Tensor) -> Build:
+    return lambda m, n: m.call(aten.cross_entropy_loss.default, m.value(logits, 0), m.input(target, 0), None, 1, 5)
+
+
+MASKED = tensor(3, 6)
+MASKED[:, [0, 3]] = float("-inf")  # the first class of each rank
+
+
+def test_classes_that_are_masked_by_minus_infinity_may_be_cut() -> None:
+    cut_along_vocabulary(classed(torch.tensor([1, 4, 5]), MASKED), hold_against_one_device)
+
+
+@pytest.mark.parametrize("wrong", [6, 99, -1])
+def test_a_word_or_class_that_is_none_is_refused_where_they_are_cut_too(wrong: int) -> None:
+    with pytest.raises(IndexError):
+        cut_along_vocabulary(looked_up(torch.tensor([[0, 5], [3, wrong]])), run_group)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cut_along_vocabulary(classed(torch.tensor([1, 4, wrong]), tensor(3, 6)), run_group)
