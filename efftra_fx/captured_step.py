@@ -12,7 +12,7 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call
 from efftra_fx.trace import Captured, LossFn, capture
-from efftra_fx.trace_check import check_capture
+from efftra_fx.trace_check import check_capture, on_few_or_all
 
 
 def capture_step(
@@ -56,7 +56,8 @@ def capture_step(
             )
         if check or whole_loss:
             begin = time.perf_counter()
-            use = check_capture(model, found, tensors if found.guards is not None or whole_loss else small, loss_fn)
+            few = tensors if found.guards is not None or whole_loss else small
+            use = on_few_or_all(lambda rows: check_capture(model, found, rows, loss_fn), few, tensors)
             found = replace(found, python=use)
             timed("check capture", begin)
         return found

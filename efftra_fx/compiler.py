@@ -284,7 +284,8 @@ def front_end(
             names, dims = [*names, *KEY_DIMS], (*dims, *KEY_DIMS.values())
             tensors = (*tensors, *keys_of(0, rows, tensors[0].device).values())
             small = [*small, *keys_of(0, rows_of(small, dims), tensors[0].device).values()]
-    proof: tuple[Pass, ...] = (SeparateMeans(dims), ProveBatch(values, small, dims))
+    every = () if rows == 1 else tensors
+    proof: tuple[Pass, ...] = (SeparateMeans(dims), ProveBatch(values, small, dims, every))
     if options.loss_reduction is not None:
         claim = getattr(options.loss_reduction, "__name__", repr(options.loss_reduction))
         settle = SettleReduction(claim, values, small if rows == 1 else tensors, dims)

@@ -36,7 +36,7 @@ from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call
 from efftra_fx.trace import capture
-from efftra_fx.trace_check import check_output
+from efftra_fx.trace_check import check_output, on_few_or_all
 from efftra_fx.world import Turns, World
 
 
@@ -79,7 +79,8 @@ def compile_evaluation(
         model.eval()
         small = proof_inputs(tensors, dims, rows)
         captured = capture(model, call, small if rows == 1 else tensors, dims, want="output")
-        use = check_output(model, captured, tensors if captured.guards is not None and rows > 1 else small)
+        few = tensors if captured.guards is not None and rows > 1 else small
+        use = on_few_or_all(lambda part: check_output(model, captured, part), few, few if rows == 1 else tensors)
     finally:
         for name, module in model.named_modules():
             module.training = modes[name]
@@ -94,7 +95,8 @@ def compile_evaluation(
         places = (*dims, *KEY_DIMS.values())
         small = [*small, *keys_of(0, rows_of(small, dims), small[0].device).values()]
     gm = SeparateMeans(places)(gm)
-    gm = ProveBatch(model_tensors(model, None, gm), small, places)(gm)
+    every = () if rows == 1 or alike else tensors
+    gm = ProveBatch(model_tensors(model, None, gm), small, places, every)(gm)
     _drop_buffer_news(gm)
     gm, tail = split_tail(gm, training=False)
     assign_by_parameters(gm, owners, len(plan.stages))

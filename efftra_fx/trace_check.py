@@ -7,7 +7,7 @@ catches what a tracer loses without a word: the backward of a custom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,10 @@ from efftra_fx.trace import Captured, LossFn, loss_of
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 _LOOK = "look for a custom autograd.Function, a hook or Python state that changes from call to call"
+
+
+class DoesNotRunError(CaptureError):
+    """Raise where the user's own code raises; on a few rows alone that may be since rows name each other by number."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,19 @@ def _own_code(what: str) -> Iterator[None]:
     except EfftraError:
         raise
     except Exception as error:
-        raise CaptureError(f"{what} not run on rows of the example: {type(error).__name__}: {error}") from error
+        raise DoesNotRunError(f"{what} not run on rows of the example: {type(error).__name__}: {error}") from error
+
+
+def on_few_or_all(
+    check: Callable[[Sequence[Tensor]], PythonUse], few: Sequence[Tensor], every: Sequence[Tensor]
+) -> PythonUse:
+    """Return what a check finds on a few rows, or on all where the user's code does not run on the few."""
+    for rows in (few,) if few is every else (few, every):
+        try:
+            return check(rows)
+        except DoesNotRunError as error:
+            problem = error
+    raise CaptureError(str(problem)) from problem.__cause__
 
 
 @contextmanager

@@ -52,29 +52,38 @@ class ProveBatch:
     """Write `BATCH` and `FREE` on every node.
 
     `values` has the real tensor of every parameter, buffer and constant by (kind, name);
-    `inputs` the example's tensors, with at least two rows.
+    `inputs` a few of the example's rows, at least two; `every` all of them, which are taken where the few do not
+    stand alone (rows that name each other by number).
     """
 
     values: Mapping[tuple[str, str], Tensor] = field(repr=False)
     inputs: Sequence[Tensor] = field(repr=False)
     batch_leaves: tuple[int | None, ...] = ()
+    every: Sequence[Tensor] = field(default=(), repr=False)
     name: ClassVar[str] = "prove-batch"
     needs: ClassVar[tuple[str, ...]] = ("role", "outputs")
     gives: ClassVar[tuple[str, ...]] = ("batch", "free")
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        rows = next(t.shape[d] for t, d in zip(self.inputs, self.batch_leaves, strict=True) if d is not None)
         values = {key: _moved(tensor) for key, tensor in self.values.items()}
-        whole = evaluate_nodes(gm, values, self.inputs)
+        inputs = self.inputs
+        try:
+            whole = evaluate_nodes(gm, values, inputs)
+        except (RuntimeError, IndexError, ValueError):
+            if not self.every:
+                raise
+            inputs = self.every
+            whole = evaluate_nodes(gm, values, inputs)
+        rows = next(t.shape[d] for t, d in zip(inputs, self.batch_leaves, strict=True) if d is not None)
         mark_free(gm)
         reading = reads_rows(gm, self.batch_leaves)
-        alike, refused = self.rows_alike(gm), set[fx.Node]()
+        alike, refused = self.rows_alike(gm, inputs), set[fx.Node]()
         for middle in dict.fromkeys((1, rows - 1)):
             cut = (slice(0, middle), slice(middle, rows))
             parts = []
             for part in cut:
                 recorder = _Recorder(gm, whole=whole)
-                parts.append(_evaluate(recorder, gm, values, take_rows(self.inputs, self.batch_leaves, part)))
+                parts.append(_evaluate(recorder, gm, values, take_rows(inputs, self.batch_leaves, part)))
                 refused |= recorder.refused
             undivided = _undivided(gm, refused)
             for node in gm.graph.nodes:
@@ -96,11 +105,11 @@ class ProveBatch:
                     BATCH[node] = Split("mixed")
         return gm
 
-    def rows_alike(self, gm: fx.GraphModule) -> set[fx.Node]:
+    def rows_alike(self, gm: fx.GraphModule, inputs: Sequence[Tensor]) -> set[fx.Node]:
         """Return the nodes that read an input whose rows are all the same."""
         same = [
             d is not None and bool((t == t.narrow(d, 0, 1)).all())
-            for t, d in zip(self.inputs, self.batch_leaves, strict=True)
+            for t, d in zip(inputs, self.batch_leaves, strict=True)
         ]
         return reads_rows(gm, [0 if alike else None for alike in same])
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from against_eager import assert_matches
+from habits import plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -70,6 +72,16 @@ def test_a_value_follows_the_batch_as_proven(function: Callable[..., Any], expec
     found, free = proven(function)
     assert found == expected or found.kind == expected.kind == "sum" or found.kind == expected.kind == "whole"
     assert not free
+
+
+def test_rows_that_name_each_other_by_number_need_the_whole_batch() -> None:
+    torch.manual_seed(3)
+    order = torch.tensor([6, 0, 1, 5, 4, 2, 3])
+    habit = plain(lambda m, h, i: h + 0.5 * h[i], order)
+    program = assert_matches(habit)
+    with torch.no_grad():
+        expected = habit.model.eval()(*habit.args)
+    torch.testing.assert_close(program.evaluate(*habit.args), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_equal_rows_do_not_make_a_mean_the_same_for_all_parts() -> None:
