@@ -98,8 +98,13 @@ class TrainingCode:
         else:
             results = part.function(*operands)
             weights = results[group] if len(part.gives) > 1 else results
+            seen: set[int] = set()
             for place, index in zip(places, part.weights, strict=True):
-                sums.put(place, weights[index - offset])
+                gradient = weights[index - offset]
+                memory = gradient.untyped_storage().data_ptr()
+                # Weights with equal gradients (two heads that are averaged) may be given one tensor for all.
+                sums.put(place, gradient.clone() if memory in seen else gradient)
+                seen.add(memory)
         for place in places:
             sums.filled[place] = True
         if len(part.gives) > group + 1:

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 from against_eager import assert_matches, compiled
-from habits import HABITS, Habit, cross_entropy
+from habits import HABITS, WIDTH, Habit, classes, cross_entropy, features
 from rig import lay_out
-from torch import nn
+from torch import Tensor, nn
 
 from efftra_fx.program import micro_batch_rows, replica_rows
 
@@ -54,3 +54,23 @@ def test_batch_norm_is_that_of_one_device_running_the_same_parts_in_order(
     for name in runs[0]:
         mean = torch.stack([run[name].double() for run in runs]).mean(0)
         assert torch.allclose(state[name].double(), mean, rtol=1e-12), name
+
+
+def test_weights_with_equal_gradients_have_gradients_of_their_own() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one, self.two = nn.Linear(WIDTH, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.body(x))
+            result: Tensor = (self.one(h) + self.two(h)) / 2
+            return result
+
+    torch.manual_seed(0)
+    plans = [((1,), 1), ((1,), 2), ((1,), 3), ((1, 1), 2), ((2, 1), 3)]
+    habit = Habit(TwoHeads().double(), (features(),), classes(), cross_entropy)
+    program = assert_matches(habit, plans)
+    program.with_plan(lay_out(program.plan.blocks, (1,), 1)).step(*habit.args, target=habit.target)
+    held = [p.grad.data_ptr() for p in program.parameters() if p.grad is not None]
+    assert len(set(held)) == len(held) == 6
