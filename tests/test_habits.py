@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from against_eager import assert_matches, compiled
-from habits import HABITS, WIDTH, Habit, classes, cross_entropy, features
+from habits import HABITS, Habit, classes, cross_entropy, features
 from rig import lay_out
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ def test_weights_with_equal_gradients_have_gradients_of_their_own() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.one, self.two = nn.Linear(WIDTH, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+            self.body, self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.tanh(self.body(x))
