@@ -819,6 +819,15 @@ _IMAGES: dict[str, Callable[[], Made]] = {
         "Dinov2WithRegistersConfig",
         **{k: v for k, v in vit_like().items() if k != "intermediate_size"},
     ),
+    "swiftformer": images(
+        "SwiftFormerForImageClassification",
+        "SwiftFormerConfig",
+        size=64,
+        image_size=64,
+        depths=[1, 1, 1, 1],
+        embed_dims=[8, 8, 16, 16],
+        drop_path_rate=0.0,
+    ),
 }
 
 _SPEECH: dict[str, Callable[[], Made]] = {
