@@ -9,13 +9,14 @@ computed it is refused by name; where it does not, it is said. What a user sets 
 from __future__ import annotations
 
 import dis
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -138,22 +139,80 @@ def reads_noted(state: PythonState) -> Iterator[dict[tuple[nn.Module, str], Any]
 
 
 def variables_of(function: Any) -> list[Read]:
-    """Return the plain variables outside of a function that its code names: a weight that is changed later counts."""
+    """Return the plain variables outside of a function that its code names: a weight that is changed later counts.
+
+    Those it finds under constant keys in a dictionary, and as attributes of an object, are
+    among them, the function's own object included. What the code writes itself is not.
+    """
     while isinstance(function, partial):
         function = function.func
+    owner = getattr(function, "__self__", None)
+    if not isinstance(function, FunctionType | MethodType | nn.Module):
+        owner, function = function, inspect.getattr_static(type(function), "__call__", None)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return []
-    found = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        value = _content(cell)
-        if isinstance(value, _PLAIN):
-            found.append(Read(f"variable '{name}' of the loss", name, value, partial(_content, cell)))
+    code = _Named.of(function.__code__)
     known = function.__globals__
-    for name in _names(function.__code__):
-        if isinstance(known.get(name, _MISSING), _PLAIN):
-            found.append(Read(f"variable '{name}' of the loss", name, known[name], partial(known.get, name)))
+    outer = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    places: list[tuple[str, Any, Callable[[], Any]]] = [
+        *((name, _content(cell), partial(_content, cell)) for name, cell in outer.items()),
+        *((name, known.get(name, _MISSING), partial(known.get, name)) for name in code.variables),
+    ]
+    found = [
+        Read(f"variable '{name}' of the loss", name, value, look)
+        for name, value, look in places
+        if isinstance(value, _PLAIN) and name not in code.written
+    ]
+    for name, value, _ in [*places, ("self", owner, None)]:
+        if isinstance(value, dict):
+            for key in sorted(code.keys & value.keys(), key=repr) if not code.writes_items else ():
+                if isinstance(value[key], _PLAIN):
+                    found.append(Read(f"'{name}[{key!r}]' of the loss", name, value[key], partial(value.get, key)))
+        elif not isinstance(value, nn.Module | ModuleType | type) and isinstance(
+            own := getattr(value, "__dict__", None), dict
+        ):
+            for attribute in sorted(code.attributes & own.keys() - code.written):
+                if isinstance(own[attribute], _PLAIN):
+                    look = partial(own.get, attribute)
+                    found.append(Read(f"'{name}.{attribute}' of the loss", attribute, own[attribute], look))
     return found
+
+
+@dataclass
+class _Named:
+    """What code names outside of itself, functions inside it too."""
+
+    variables: dict[str, None]
+    attributes: set[str]
+    keys: set[Any]
+    written: set[str]
+    writes_items: bool = False
+
+    @classmethod
+    def of(cls, code: CodeType) -> _Named:
+        """Read it off the instructions."""
+        found = cls({}, set(), set(), set())
+        for one in dis.get_instructions(code):
+            if one.opname == "LOAD_GLOBAL":
+                found.variables[one.argval] = None
+            elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                found.attributes.add(one.argval)
+            elif one.opname in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"):
+                found.written.add(one.argval)
+            elif one.opname == "STORE_SUBSCR":
+                found.writes_items = True
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                inner = cls.of(const)
+                found.variables |= inner.variables
+                found.attributes |= inner.attributes
+                found.keys |= inner.keys
+                found.written |= inner.written
+                found.writes_items |= inner.writes_items
+            elif isinstance(const, str | int):
+                found.keys.add(const)
+        return found
 
 
 def _content(cell: Any) -> Any:
@@ -161,13 +220,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it has none yet
         return _MISSING
-
-
-def _names(code: CodeType) -> list[str]:
-    """Return the global names that code reads, functions inside it too."""
-    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
-    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
-    return list(dict.fromkeys((*own, *inner)))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

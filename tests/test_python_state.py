@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from efftra_fx.errors import CaptureError
 from efftra_fx.python_state import PythonState, reads_noted, variables_of
 
+SETTINGS = {"weight": 1.0}
 SHARE = 0.1
 
 
@@ -120,6 +121,32 @@ def test_a_weight_in_the_loss_that_is_changed_between_steps_counts() -> None:
         "variable 'weight' of the loss",
         "variable 'SHARE' of the loss",
     }
+
+
+class Weighted:
+    """A loss that is an object, with a share of its own, and one in its settings."""
+
+    def __init__(self) -> None:
+        self.share, self.calls = 0.5, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        small: Tensor = self.share * output.square().mean() + SETTINGS["weight"] * output.abs().mean()
+        return cross_entropy(output, target) + small
+
+
+def test_weights_in_a_dictionary_or_an_object_count_too() -> None:
+    torch.manual_seed(3)
+    model, x, target, loss_fn = Net().double(), features(), classes(), Weighted()
+    program = compiled(Habit(model, (x,), target, loss_fn), stages=2, micro_batches=2)
+    for share, weight in ((0.5, 1.0), (0.25, 1.0), (0.25, 2.0), (0.5, 1.0)):
+        loss_fn.share, SETTINGS["weight"] = share, weight
+        expected = loss_fn(model(x), target).detach()
+        torch.testing.assert_close(program.step(x, target=target), expected, rtol=1e-12, atol=0)
+    assert len(program._variants) == 2
+    SETTINGS["other"] = 3.0
+    names = {str(read) for read in variables_of(loss_fn)}
+    assert names == {"'self.share' of the loss", "'SETTINGS['weight']' of the loss"}
 
 
 def test_reads_and_writes_are_told_apart() -> None:
