@@ -35,7 +35,7 @@ NARROW = 32  # devices in a line up to which the dynamic program tells positions
 SMALL = 8  # devices in a line up to which more starts are refined
 MANY = 64  # devices in a cluster from which on the search is coarser
 MOST_LAYERS = 9  # stages that the dynamic program goes up to; the refinement may split further
-POSITIONS = 28  # cut positions that it looks at
+POSITIONS = 24  # cut positions that it looks at
 SHORT = 48  # blocks up to which it looks at all of them
 MOST_MICRO_BATCHES = 512
 MOST_ALTERNATIVES = 10
@@ -366,7 +366,7 @@ def choose(search: Search) -> tuple[Found, Plan, Figures]:
     if not kept and not pending:
         raise misfit(search)
     best: tuple[tuple[object, ...], Found, Plan, Figures] | None = None
-    few = 8 if search.table.blocks <= 400 else 3
+    few = 8 if search.table.blocks <= 400 and len(search.cluster.devices) <= MANY else 3
     for found in [*kept[:few], *pending]:
         if best is not None and found.step_s >= best[3].step_s * 1.02 and not search.exact:
             break
