@@ -210,6 +210,8 @@ def _wav2vec2() -> Made:
 
 
 SEQ2SEQ = {
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,

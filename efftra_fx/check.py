@@ -156,7 +156,7 @@ def compare_gradients(expected: Mapping[str, Tensor], found: Mapping[str, Tensor
     """
     worst, name = 0.0, next(iter(expected), "")
     tolerance = max((_TOLERANCE.get(g.dtype, 1e-3) for g in expected.values()), default=1e-9)
-    scale_all = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=1.0)
+    scale_all = max((_reach(g) for g in expected.values()), default=1.0)
     for key in dict.fromkeys((*expected, *found)):
         a: Any = expected.get(key)
         b: Any = found.get(key)
@@ -164,14 +164,26 @@ def compare_gradients(expected: Mapping[str, Tensor], found: Mapping[str, Tensor
             only = a if b is None else b
             gap = float("inf") if bool(only.any()) else 0.0
         else:
-            reach, rounding = float(a.abs().max()) if a.numel() else 0.0, _rounding(a.dtype) * scale_all
+            reach, rounding = _reach(a), _rounding(a.dtype) * scale_all
             scale = max(rounding / tolerance if reach <= rounding else max(reach, 1e-6 * scale_all), 1e-30)
-            gap = float((a - b).abs().max()) / scale if a.numel() else 0.0
-            if gap != gap:
-                gap = 0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")
+            gap = _apart(a, b) / scale
         if gap > worst:
             worst, name = gap, key
     return worst, name, tolerance
+
+
+def _reach(gradient: Tensor) -> float:
+    """The largest finite magnitude."""
+    finite = gradient[gradient.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference; what is the same infinity, or no number on both sides, does not differ."""
+    apart = (a - b).abs()
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(apart), apart)
+    largest = float(apart.max()) if apart.numel() else 0.0
+    return float("inf") if largest != largest else largest
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from efftra_fx import private
 from efftra_fx.chance import NoChance
+from efftra_fx.errors import CaptureError
 
 NAMESPACE = "efftra_opaque"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -44,6 +45,7 @@ def make_operator(
     see the whole batch, whatever it gives for parts; `rests` that it need not run where no gradient comes in.
     """
     settings = _autocast_settings()
+    planned: list[int] = []  # how many results there are, once shapes were asked for
 
     def moving(operands: Sequence[Tensor]) -> list[bool]:
         asked = wanted if wanted is not None else (True,) * len(operands)
@@ -64,10 +66,19 @@ def make_operator(
     def forward_impl(operands: list[Tensor]) -> list[Tensor]:
         states = random_states(operands) if draws else []
         with private.above_autograd(), torch.no_grad():
-            return [*(_own(t) for t in cast_run(operands)), *states]
+            results = [*(_own(t) for t in cast_run(operands)), *states]
+        if planned and len(results) != planned[0]:
+            raise CaptureError(
+                f"'{name}' runs as it is and gave {len(results) - len(states)} tensors, where it gave"
+                f" {planned[0] - len(states)} when the model was captured: what it returns depends on values or on"
+                " random numbers (layers that are dropped, say); let it return as many tensors in every call"
+            )
+        return results
 
     def forward_shape(operands: list[Tensor]) -> list[Tensor]:
-        return [*shape(operands), *(torch.empty_like(s) for s in (random_states(operands) if draws else ()))]
+        results = [*shape(operands), *(torch.empty_like(s) for s in (random_states(operands) if draws else ()))]
+        planned[:] = [len(results)]
+        return results
 
     def backward_impl(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
         if rests and not any(bool(g.any()) for g in gradients):

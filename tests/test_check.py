@@ -82,6 +82,12 @@ def test_numbers_that_are_none_match_only_their_like() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
     assert compare_gradients({"a": nan}, {"a": nan.clone()})[0] == 0.0
     assert compare_gradients({"a": nan}, {"a": one})[0] == float("inf")
+    partly, other = torch.tensor([float("nan"), 1.0, float("inf")]), torch.tensor([float("nan"), 1.5, float("inf")])
+    assert compare_gradients({"a": partly}, {"a": partly.clone()})[0] == 0.0
+    assert compare_gradients({"a": partly}, {"a": other})[0] == 0.5
+    assert compare_gradients({"a": partly}, {"a": -other})[0] == float("inf")
+    noise = {"a": partly.double(), "b": torch.tensor([1e-17]).double()}
+    assert compare_gradients(noise, {**noise, "b": -noise["b"]})[0] <= 1e-9
 
 
 def test_a_report_matches_only_if_loss_and_gradients_do() -> None:

@@ -12,6 +12,7 @@ from against_eager import assert_matches, compiled
 from habits import WIDTH, Experts, Habit, WithExperts, classes, cross_entropy, features, plain
 from rig import assert_close, lay_out
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from efftra_fx import CompiledModel
 from efftra_fx.errors import CaptureError
@@ -313,3 +314,15 @@ def test_a_backward_that_writes_gradients_itself_is_refused_by_the_parameters_na
     with pytest.raises(CaptureError, match=r"custom backward writes the gradient of '\S+inner.weight' itself"):
         compiled(habit)
     assert all(p.grad is None for p in habit.model.parameters())
+
+
+def test_what_gives_another_number_of_tensors_than_when_it_was_captured_is_named() -> None:
+    given = [1]
+    operator = make_operator("layers.kept", lambda t: [t[0]] * given[0], lambda t: [torch.empty_like(t[0])])
+    x = torch.ones(2)
+    with FakeTensorMode() as mode:
+        operator([mode.from_tensor(x)])
+    assert torch.equal(operator([x])[0], x)
+    given[0] = 3
+    with pytest.raises(CaptureError, match="'layers.kept' runs as it is and gave 3 tensors, where it gave 1 when"):
+        operator([x])
