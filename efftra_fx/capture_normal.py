@@ -22,6 +22,7 @@ _CHECKS = frozenset(
         aten._assert_async.default,
     }
 )
+_SCATTERS = frozenset({aten.slice_scatter.default, aten.select_scatter.default})
 _LIKE_ONLY = frozenset({aten.randint_like.default, aten.randint_like.low_dtype})
 
 
@@ -44,6 +45,8 @@ def make_normal(graph: fx.Graph) -> None:
             _spell_random_leak(graph, node)
         elif node.target is aten.copy.default:
             _spell_copy(graph, node)
+        elif node.target in _SCATTERS and node.meta["val"].is_complex():
+            _scatter_parts(graph, node)
         elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
             _squeeze_what_is_one(graph, node)
         elif node.target is aten.as_strided.default:
@@ -157,6 +160,30 @@ def _line(node: fx.Node) -> str:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     files = [line for line in lines if line.startswith("File")]
     return f" at {files[-1]}" if files else ""
+
+
+def _scatter_parts(graph: fx.Graph, node: fx.Node) -> None:
+    """Write into real and imaginary parts: what writes complex numbers into a part of a tensor has no derivative."""
+    fake, write = node.meta["val"], node.target
+    assert callable(write)
+    arguments: Any = node.args
+    into, source, dim, *rest = (*arguments, 0)[: max(3, len(arguments))]
+    with graph.inserting_before(node):
+        parts = []
+        for value in (into, source):
+            held = value.meta["val"]
+            if held.is_conj():
+                held = held.resolve_conj()
+                value = _like(graph.call_function(aten.resolve_conj.default, (value,)), node, held)
+            parts.append(
+                _like(graph.call_function(aten.view_as_real.default, (value,)), node, torch.view_as_real(held))
+            )
+        args = (*parts, dim % fake.ndim, *rest)
+        written = _like(graph.call_function(write, args), node, torch.view_as_real(fake.clone()))
+        written.kwargs = node.kwargs
+        whole = _like(graph.call_function(aten.view_as_complex.default, (written,)), node, fake)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
 
 
 def _spell_copy(graph: fx.Graph, node: fx.Node) -> None:

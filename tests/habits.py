@@ -370,6 +370,7 @@ HABITS: Mapping[str, Callable[[], Habit]] = {
     "dropout of zero": lambda: plain(lambda m, h: F.dropout(h, 0.0, True)),
     "integer and bool masks": lambda: plain(lambda m, h: torch.where(h > 0, h, h * (h.argsort(-1) % 2))),
     "write into a slice": lambda: plain(_write_slice),
+    "write into parts of complex values": lambda: plain(_write_modes),
     "scatter and gather": lambda: plain(lambda m, h: h + torch.zeros_like(h).scatter(1, h.argmax(1, True), 1.0) * h),
 }
 
@@ -379,3 +380,12 @@ def _write_slice(model: nn.Module, h: Tensor) -> Tensor:
     out[:, :2] = h[:, 2:4]
     out[:, 3:].copy_(h[:, 3:] * 2)
     return out + h
+
+
+def _write_modes(model: nn.Module, h: Tensor) -> Tensor:
+    modes = torch.fft.rfft(h)
+    kept = torch.zeros_like(modes)
+    kept[:, :2] = modes[:, :2] * (2 - 1j)
+    kept[:, -1] = modes[:, 1].conj()
+    out: Tensor = torch.fft.irfft(kept, n=h.shape[-1])
+    return out
