@@ -327,6 +327,8 @@ def _apart(what: str, expected: Tensor, found: Tensor, **place: Any) -> _Differe
             gap, reach = float((a - b).abs().max()), float(a.abs().max())
             if gap <= _TOLERANCE.get(expected.dtype, 1e-3) * max(reach, 1e-6):
                 return None
+        if a.is_complex() or b.is_complex():
+            a, b = (torch.view_as_real(t.to(torch.complex128).resolve_conj()) for t in (a, b))
         a, b = a.to(torch.float64), b.to(torch.float64)
         same = torch.equal(a.isnan(), b.isnan())
         a, b = a.nan_to_num(), b.nan_to_num()

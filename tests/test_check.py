@@ -13,6 +13,7 @@ from torch import nn
 
 from efftra_fx import Cluster, compile
 from efftra_fx.check import CheckReport, compare_gradients
+from efftra_fx.trace_check import _apart
 
 MLP = ZOO["mlp"]
 
@@ -118,3 +119,11 @@ def test_a_step_that_draws_by_parts_says_why_it_is_not_that_of_one_device(rng: s
     report = program.check(x, target=y, show=False)
     assert report.matches == (rng == "layout_free")
     assert any("random numbers of 1 are drawn by each part" in note for note in report.notes) == (rng == "plan")
+
+
+def test_imaginary_parts_count_when_a_capture_is_compared() -> None:
+    value = torch.tensor([1 + 2j, 3 - 1j])
+    assert _apart("a gradient", value, value.clone()) is None
+    assert _apart("a gradient", value, value.conj()) is not None
+    assert _apart("a gradient", value.real, value) is not None
+    assert _apart("a gradient", value.conj(), value.conj().resolve_conj()) is None
