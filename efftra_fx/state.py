@@ -251,17 +251,12 @@ def clip_gradients(
         given = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
         if not (given and float(number) >= least):
             raise InputError(f"{what} must be a number of {least:g} or more, got {number!r}")
-    power = largest = 0.0
-    for name, parameter in parameters:
-        if name in counted and parameter.grad is not None:
-            norm = float(torch.linalg.vector_norm(parameter.grad.detach().double(), norm_type))
-            largest = max(largest, norm)
-            power += norm**norm_type if norm_type != float("inf") else 0.0
-    shared = world.gather([power, largest])
-    if norm_type == float("inf"):
-        total = torch.tensor([one[1] for one in shared], dtype=torch.float64).max()
-    else:
-        total = torch.tensor([one[0] for one in shared], dtype=torch.float64).sum() ** (1.0 / norm_type)
+    norms = [
+        torch.linalg.vector_norm(parameter.grad.detach().double(), norm_type).cpu()
+        for name, parameter in parameters
+        if name in counted and parameter.grad is not None and parameter.grad.numel()
+    ]
+    total = _norm_of_norms(world.gather(float(_norm_of_norms(norms, norm_type))), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise InputError(f"the total norm of the gradients is {float(total)}, so they cannot be clipped")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -270,3 +265,8 @@ def clip_gradients(
             parameter.grad.mul_(factor.to(parameter.grad.dtype))
     dtype = next((p.grad.dtype for _, p in parameters if p.grad is not None), torch.float32)
     return total.to(dtype)
+
+
+def _norm_of_norms(norms: Sequence[float | Tensor], norm_type: float) -> Tensor:
+    """Return the norm of what has these norms; where one is no number, it is none either."""
+    return torch.linalg.vector_norm(torch.tensor([0.0, *map(float, norms)], dtype=torch.float64), norm_type)

@@ -41,7 +41,7 @@ from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
-from efftra_fx.places import is_user_file
+from efftra_fx.places import is_user_file, line_of_error
 from efftra_fx.python_state import PythonUse
 from efftra_fx.signature import Call, distinct
 
@@ -210,6 +210,10 @@ def capture(
         return attempt.capture()
     except AsksValuesError as first:
         return _with_answers(attempt, first)
+    except CaptureError:
+        with _state_kept(attempt), _own_code(attempt):  # where the model itself fails, that is what to say
+            _eager(attempt).result([t.clone() for t in attempt.tensors])
+        raise
 
 
 def flags_of(model: nn.Module) -> tuple[Any, ...]:
@@ -384,19 +388,30 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
         t if d is None else t.narrow(d, 0, max(1, rows - 1))
         for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
     ]
-    step = _Step(attempt.model, attempt.loss_fn, attempt.call, attempt.want, lambda tree: None)
-    held = HeldBuffers(attempt.model)
+    step = _eager(attempt)
     watches = Watch(kept), Watch(kept)
     answers = Answers()
+    with _state_kept(attempt):
+        with watches[0].on(), answers.recording(), _own_code(attempt):
+            step.result([t.clone() for t in attempt.tensors])
+        with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
+            step.result([t.clone() for t in smaller])
+    return answers, watches
+
+
+def _eager(attempt: _Attempt) -> _Step:
+    return _Step(attempt.model, attempt.loss_fn, attempt.call, attempt.want, lambda tree: None)
+
+
+@contextmanager
+def _state_kept(attempt: _Attempt) -> Iterator[None]:
+    """Run the model without gradients; buffers and random state are afterwards as they were."""
+    held = HeldBuffers(attempt.model)
     try:
         with torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss"):
-            with watches[0].on(), answers.recording(), _own_code(attempt):
-                step.result([t.clone() for t in attempt.tensors])
-            with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
-                step.result([t.clone() for t in smaller])
+            yield
     finally:
         held.restore()
-    return answers, watches
 
 
 @contextmanager
@@ -407,9 +422,11 @@ def _own_code(attempt: _Attempt, part: str = "") -> Iterator[None]:
     except EfftraError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        place = line_of_error(error.__traceback__)
+        what = f"{type(error).__name__}: {error}" + (f" at {place}" if place else "")
         if not part:
-            raise CaptureError(f"the model does not run on the example: {what}") from error
+            who = "the model and its loss do" if attempt.want == "loss" else "the model does"
+            raise CaptureError(f"{who} not run on these arguments, on one device either: {what}") from error
         placed = list(zip(attempt.call.tensor_names, attempt.batch_leaves, strict=True))
         rows = ", ".join(f"'{name}' along dimension {dim}" for name, dim in placed if dim is not None)
         whole = ", ".join(f"'{name}'" for name, dim in placed if dim is None)

@@ -16,6 +16,7 @@ from rig import assert_close, assert_same, lay_out, rig_of, train_eagerly, train
 from torch import Tensor, nn
 
 from efftra_fx import Cluster, CompiledModel, Plan, compile, verify
+from efftra_fx.errors import InputError
 from efftra_fx.program_text import print_programs
 
 MLP = ZOO["mlp"]
@@ -179,6 +180,18 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
         assert_close(
             gradients, {n: p.grad for n, p in program.named_parameters() if p.grad is not None}, 1e-9, "clipped"
         )
+    rig.model.zero_grad()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 1000.0, float("inf")])
+def test_a_gradient_that_is_no_number_makes_every_norm_none(norm_type: float) -> None:
+    rig = rig_of(MLP)
+    program = rig.program(lay_out(4, (1, 1), 2))
+    first, *_, last = program.parameters()
+    first.grad, last.grad = torch.full_like(first, 1e9), torch.full_like(last, float("nan"))
+    with pytest.raises(InputError, match="the total norm of the gradients is nan"):
+        program.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+    assert program.clip_grad_norm_(1.0, norm_type).isnan()
     rig.model.zero_grad()
 
 

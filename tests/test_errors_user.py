@@ -104,7 +104,8 @@ STEPS: dict[str, tuple[type[EfftraError], str, Callable[[Tensor, Tensor], Any]]]
     ),
     "another size": (
         InputError,
-        "argument 'input': compiled for float64 [rows, 6], got float64 [12, 5]",
+        "argument 'input': compiled for float64 [rows, 6], got float64 [12, 5]; the step was captured again for this "
+        "batch, but the model and its loss do not run on these arguments, on one device either: RuntimeError: mat1",
         lambda x, y: program().step(x[:, :5], target=y),
     ),
     "fewer rows of the target": (
@@ -420,6 +421,11 @@ MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         LossError,
         "loss_fn returned a loss of dtype int64, expected a real floating-point number",
         {"loss_fn": lambda output, target: output.argmax()},
+    ),
+    "an example of another width": (
+        CaptureError,
+        "do not run on these arguments, on one device either: RuntimeError: mat1 and mat2 ... (12x5 and 6x",
+        {"example_inputs": (torch.ones(12, 5, dtype=torch.float64),)},
     ),
     "an example of another dtype than the parameters": (
         CaptureError,
