@@ -269,4 +269,5 @@ def clip_gradients(
 
 def _norm_of_norms(norms: Sequence[float | Tensor], norm_type: float) -> Tensor:
     """Return the norm of what has these norms; where one is no number, it is none either."""
-    return torch.linalg.vector_norm(torch.tensor([0.0, *map(float, norms)], dtype=torch.float64), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.tensor([0.0, *map(float, norms)], dtype=torch.float64), norm_type)
+    return total
