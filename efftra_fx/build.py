@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from efftra_fx.compiler import (
     choose_plan,
     cost_chain,
     cost_widths,
+    promising_widths,
 )
 from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
@@ -121,17 +123,17 @@ def measured_chain(
     chain = _kept(
         [], world, report, front, device, lambda known: cost_chain(front, options, device, report, progress, known)
     )
-    widths = candidate_widths(cluster, options)
-    if not widths or world is None:  # without ranks, as planning for a cluster that is not at hand: modelled
+    if world is None:  # without ranks, as planning for a cluster that is not at hand: modelled
         return chain
-    return _kept(
-        ["widths", *map(str, sorted(widths))],
-        world,
-        report,
-        front,
-        device,
-        lambda known: cost_widths(front, chain, widths, device, report, progress, known),
-    )
+    asked = sorted(candidate_widths(options))
+    while widths := asked or world.broadcast(
+        promising_widths(front, chain, cluster, options, report) if world.first else None
+    ):
+        measure = partial(cost_widths, front, chain, set(widths), device, report, progress)
+        chain = _kept(["widths", *map(str, widths)], world, report, front, device, measure)
+        if asked:
+            break
+    return chain
 
 
 def _kept(

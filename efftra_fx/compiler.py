@@ -7,7 +7,6 @@ capture → (layout-free) → separate-means → prove-batch → tail → annota
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from efftra_fx.errors import (
     BatchError,
     CostError,
     CoverageError,
+    EfftraError,
     InputError,
     LossError,
     MemoryPlanError,
@@ -56,6 +56,7 @@ from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
 from efftra_fx.passes.synced import Synced, is_synced, sync_stage
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
 from efftra_fx.passes.verify import verify_plan
+from efftra_fx.passes.width_search import known_widths, search_widths
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
@@ -63,7 +64,6 @@ from efftra_fx.trace import Captured, LossFn
 from efftra_fx.trace_check import check_capture
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-_FAST_BYTES_PER_S = 1e10
 _PROOF_ROWS = 3
 
 
@@ -510,33 +510,36 @@ def cost_widths(
     return chain, fresh
 
 
-def candidate_widths(cluster: Cluster, options: Options) -> set[int]:
-    """Return the tensor widths, above 1, whose costs have a say in the plan."""
-    if options.tensor is not None:
-        settled = options.replicas is not None and len(options.tensor) == 1
-        return set() if settled else {width for width in options.tensor if width > 1}
-    if options.plan is not None or options.cuts is not None or not _is_fast(cluster):
+def candidate_widths(options: Options) -> set[int]:
+    """Return the tensor widths, above 1, that were asked for and whose costs have a say in the plan."""
+    if options.tensor is None:
         return set()
-    return _possible_widths(cluster)
+    settled = options.replicas is not None and len(options.tensor) == 1
+    return set() if settled else {width for width in options.tensor if width > 1}
+
+
+def promising_widths(front: Front, chain: Chain, cluster: Cluster, options: Options, report: Report) -> list[int]:
+    """Return the widths that the best plan would have and that are to be measured first; none where it is fixed."""
+    if any(one is not None for one in (options.plan, options.cuts, options.tensor)):
+        return []
+    begin = time.perf_counter()
+    try:
+        options, schedule = _settled(front, options)
+        searched = search_widths(
+            front.gm, chain, cluster, front.rows, _search(front, cluster, options, schedule), measurable=True
+        )
+        return sorted(searched.wanted)
+    except EfftraError:
+        return []  # it is raised again, on all ranks, where the plan is chosen
+    finally:
+        report.timed("plan", begin)
 
 
 def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, report: Report) -> Planned | Plan:
     """Return the plan that the user gave, or the best one for what the user fixed."""
     begin = time.perf_counter()
     names = block_names(front.gm)
-    schedule = options.schedule
-    if front.statistics == "exact":
-        asked = options.plan.micro_batches if options.plan is not None else options.micro_batches or 1
-        if asked > 1:
-            raise PlanError(_undivided(asked))
-        options = replace(options, micro_batches=1)
-    if not front.tail.linear:
-        if schedule == "1f1b" or (options.plan is not None and options.plan.schedule == "1f1b"):
-            raise PlanError(
-                f"schedule '1f1b' cannot be had: {mixing_node(front.tail)} needs the whole batch's values, so all "
-                "forwards come before the first backward; use schedule='gpipe'"
-            )
-        schedule = "gpipe"
+    options, schedule = _settled(front, options)
     try:
         if options.plan is not None:
             if options.plan.blocks != len(names):
@@ -558,50 +561,60 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
         if options.cuts is not None:
             plan = _cut_plan(front.gm, names, cluster, options, schedule)
             return _priced(plan, chain, cluster, front.rows, options)
-        if _is_fast(cluster):
-            chain = _with_widths(front, chain, _possible_widths(cluster))
-        try:
-            return _searched(front, chain, cluster, options, schedule)
-        except MemoryPlanError:
-            if _is_fast(cluster) or not _possible_widths(cluster):
-                raise
-        chain = _with_widths(front, chain, _possible_widths(cluster))
         return _searched(front, chain, cluster, options, schedule)
     finally:
         report.timed("plan", begin)
 
 
-def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, schedule: str | None) -> Planned:
-    fixed: dict[str, Any] = {
+def _settled(front: Front, options: Options) -> tuple[Options, str | None]:
+    """Return the options with what the step's own nature leaves no choice of, and the schedule."""
+    schedule = options.schedule
+    if front.statistics == "exact":
+        asked = options.plan.micro_batches if options.plan is not None else options.micro_batches or 1
+        if asked > 1:
+            raise PlanError(_undivided(asked))
+        options = replace(options, micro_batches=1)
+    if not front.tail.linear:
+        if schedule == "1f1b" or (options.plan is not None and options.plan.schedule == "1f1b"):
+            raise PlanError(
+                f"schedule '1f1b' cannot be had: {mixing_node(front.tail)} needs the whole batch's values, so all "
+                "forwards come before the first backward; use schedule='gpipe'"
+            )
+        schedule = "gpipe"
+    return options, schedule
+
+
+def _fixed(options: Options, schedule: str | None) -> dict[str, Any]:
+    return {
         "stages": options.stages,
         "replicas": options.replicas,
         "micro_batches": options.micro_batches,
         "schedule": schedule,
         "optimizer_bytes_per_parameter_byte": options.optimizer_states,
     }
-    planned = partition(chain, cluster, front.rows, **fixed)
-    why = explain(planned, chain, cluster, front.rows, **fixed)
+
+
+def _search(front: Front, cluster: Cluster, options: Options, schedule: str | None) -> Callable[[Chain], Planned]:
+    return lambda chain: partition(chain, cluster, front.rows, **_fixed(options, schedule))
+
+
+def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, schedule: str | None) -> Planned:
+    find = _search(front, cluster, options, schedule)
+    measurable = options.costs == "measured" and cluster.where != "described"  # what is measured, was
+    searched = search_widths(front.gm, chain, cluster, front.rows, find, measurable=measurable)
+    planned = searched.planned
+    why = explain(planned, searched.chain, cluster, front.rows, **_fixed(options, schedule))
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
-    widths = about_widths(planned.plan, planned.step_s, chain, cluster, front.rows, rules)
-    if not widths and all(stage.tensor == 1 for stage in planned.plan.stages):
-        widths = why_no_widths(cluster, _FAST_BYTES_PER_S)
+    one_stage = options.stages in (None, 1) and options.replicas is None
+    widths = about_widths(planned.plan, searched.chain, searched.every, cluster, front.rows, rules, one_stage)
+    if not known_widths(searched.every):
+        widths = why_no_widths(cluster)
     why += "\n".join(["", *widths, ""]) if widths else ""
     return replace(planned, plan=replace(planned.plan, explanation=why))
 
 
 def _with_widths(front: Front, chain: Chain, widths: set[int]) -> Chain:
     return with_tensor(front.gm, chain, widths) if max(widths, default=1) > 1 else chain
-
-
-def _possible_widths(cluster: Cluster) -> set[int]:
-    """Return the widths from 2 to 8 that fill a machine without a rest."""
-    counts = Counter(device.machine for device in cluster.devices)
-    return {width for width in range(2, 9) if any(count % width == 0 for count in counts.values())}
-
-
-def _is_fast(cluster: Cluster) -> bool:
-    """Say whether tensor groups may pay for their speed alone, and not only to make room."""
-    return any(link is not None and link.bandwidth_bytes_per_s >= _FAST_BYTES_PER_S for link in cluster.links.intra)
 
 
 def _wide_plan(

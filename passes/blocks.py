@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import sympy
@@ -96,6 +97,7 @@ def _bytes(node: fx.Node) -> int | None:
     return size_at(elements(value), _SAMPLE_ROWS) * value.element_size()
 
 
+@lru_cache(maxsize=1 << 14)
 def size_at(expr: sympy.Expr, rows: int) -> int:
     """Return a size with every symbol put to this number of rows."""
     return int(expr.subs({symbol: rows for symbol in expr.free_symbols}))

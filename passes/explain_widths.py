@@ -1,4 +1,4 @@
-"""Say what tensor groups would make of a plan: at each width that may be chosen, or why none was looked at."""
+"""Say what tensor groups would make of a plan: at each width that may be chosen, or what they would take at least."""
 
 from __future__ import annotations
 
@@ -13,39 +13,56 @@ from .evaluate import evaluate
 from .partition import shortage
 from .rules import Rules
 from .shard_groups import leaves_machine
+from .width_search import LEAST_GAIN
 
 
-def about_widths(plan: Plan, step_s: float, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> list[str]:
-    """Price each other width that the chain has times for: the plan's own stages so wide, or one such stage."""
+def about_widths(
+    plan: Plan, chain: Chain, every: Chain, cluster: Cluster, rows: int, rules: Rules, one_stage: bool
+) -> list[str]:
+    """Price each other width that was looked at: the plan's own stages so wide, or (`one_stage`) one such stage.
+
+    `chain` has options for widths that were worked out, `every` for those too of which only a bound is known.
+    """
     present = {stage.tensor for stage in plan.stages}
-    known = {option.tensor for block in chain.blocks for option in block.options if option.tensor > 1}
-    widths = sorted(known - (present if len(present) == 1 else set()))
-    lines = [
-        f"  {width} wide: {_priced(list(_plans(plan, width, cluster)), step_s, chain, cluster, rows, rules)}"
-        for width in widths
-    ]
-    return ["other tensor widths, predicted:", *lines] if lines else []
+    same = present if len(present) == 1 else set()
+    known, looked_at = _widths(chain), _widths(every)
+
+    def tell(widths: set[int], given: Chain, least: str) -> Iterator[str]:
+        for width in sorted(widths - same):
+            plans = list(_plans(plan, width, cluster, one_stage))
+            if plans:
+                yield f"  {width} wide: {_priced(plan, plans, given, cluster, rows, rules, least)}"
+
+    lines, bounds = list(tell(known, chain, "")), list(tell(looked_at - known, every, "at least "))
+    found = ["other tensor widths, predicted:", *lines] if lines else []
+    return found + (
+        [f"tensor widths that gain less than {LEAST_GAIN:.0%} at best, by a bound:", *bounds] if bounds else []
+    )
 
 
-def why_no_widths(cluster: Cluster, least_bytes_per_s: float) -> list[str]:
-    """Say that links are too slow for tensor groups to be looked at, where machines have several devices."""
+def why_no_widths(cluster: Cluster) -> list[str]:
+    """Say that groups were dismissed at once, where machines have several devices."""
     links = [link.bandwidth_bytes_per_s for link in cluster.links.intra if link is not None]
-    if not links or max(links) >= least_bytes_per_s:
+    if not links:
         return []
     return [
-        f"no tensor groups: they sum at every layer, and the links inside machines have at most {max(links) / 1e9:.3g} "
-        f"GB/s; under {least_bytes_per_s / 1e9:g} GB/s groups are tried only where nothing fits without (or by tensor=)"
+        f"no tensor groups: over links of at most {max(links) / 1e9:.3g} GB/s inside machines, what they must sum "
+        "takes longer than what they save, in every block"
     ]
 
 
-def _plans(plan: Plan, width: int, cluster: Cluster) -> Iterator[Plan]:
+def _widths(chain: Chain) -> set[int]:
+    return {option.tensor for block in chain.blocks for option in block.options if option.tensor > 1}
+
+
+def _plans(plan: Plan, width: int, cluster: Cluster, one_stage: bool) -> Iterator[Plan]:
     """Yield the plan with its devices in groups, and one stage over all devices in groups."""
     same = tuple(
         replace(stage, tensor=width) if _groups(stage.devices, width, cluster) else stage for stage in plan.stages
     )
     if any(stage.tensor == width for stage in same):
         yield replace(plan, stages=same)
-    for count in range(len(cluster.devices) // width * width, 0, -width):
+    for count in range(len(cluster.devices) // width * width, 0, -width) if one_stage else ():
         devices = tuple(range(count))
         if _groups(devices, width, cluster):
             yield replace(plan, stages=(Stage(0, plan.blocks, devices, width),))
@@ -56,16 +73,16 @@ def _groups(devices: tuple[int, ...], width: int, cluster: Cluster) -> bool:
     return len(devices) % width == 0 and not leaves_machine(devices, width, cluster)
 
 
-def _priced(plans: list[Plan], step_s: float, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> str:
-    found = [(evaluate(plan, chain, cluster, rows, rules), plan) for plan in plans]
-    fitting = [(figures.step_s, plan) for figures, plan in found if shortage(plan, cluster, figures) is None]
-    if not found:
-        return "no group of so many devices lies inside a machine"
+def _priced(plan: Plan, plans: list[Plan], chain: Chain, cluster: Cluster, rows: int, rules: Rules, least: str) -> str:
+    assert plan.predicted_step_s is not None
+    found = [(evaluate(one, chain, cluster, rows, rules), one) for one in plans]
+    fitting = [(figures.step_s, one) for figures, one in found if shortage(one, cluster, figures) is None]
     if not fitting:
         return "does not fit the memory"
     best_s, best = min(fitting, key=lambda one: one[0])
     replicas = ", ".join(str(stage.replicas) for stage in best.stages)
-    return f"{len(best.stages)} stage(s) of {replicas} replica(s), {best_s * 1e3:.4g} ms ({best_s / step_s - 1:+.1%})"
+    more = best_s / plan.predicted_step_s - 1
+    return f"{len(best.stages)} stage(s) of {replicas} replica(s), {least}{best_s * 1e3:.4g} ms ({more:+.1%})"
 
 
 __all__ = ["about_widths", "why_no_widths"]

@@ -204,10 +204,19 @@ def offer_plain(search: Search, line: Layout) -> list[tuple[str, Shape, Setting]
         cuts = balanced_cuts(search, depth)
         shape = (cuts, (1,) * depth, (way,) * depth, 0)
         plain.append(("GPipe, one stage a device", shape, Setting(micro, "gpipe")))
-    for _, shape, setting in plain:
+    for _, shape, setting in (*plain, *one_wide_stage(search, line, Setting(alone, order))):
         if allowed(request, shape, setting):
             search.offer(line, setting.micro_batches, (setting,), to_batch([shape]))
     return plain
+
+
+def one_wide_stage(search: Search, line: Layout, setting: Setting) -> list[tuple[str, Shape, Setting]]:
+    """Data parallelism of tensor groups, for each width: what few micro-batches are best at."""
+    ways = [(index, way.tensor) for index, way in enumerate(search.table.ways) if way.tensor > 1 and not way.recompute]
+    return [
+        (f"{width} wide", ((0, search.table.blocks), (line.size // width * width,), (index,), 0), setting)
+        for index, width in ways
+    ]
 
 
 def allowed(request: Request, shape: Shape, setting: Setting) -> bool:

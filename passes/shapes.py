@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import sympy
@@ -66,10 +67,12 @@ def spec_of(value: Tensor, work: sympy.Expr = _NOTHING) -> Spec:
 
 def elements(value: Tensor) -> sympy.Expr:
     """Return the number of elements as a sympy expression."""
-    total: sympy.Expr = sympy.Integer(1)
-    for size in value.shape:
-        total = total * expression(size)
-    return sympy.expand(total)
+    return _product(tuple(expression(size) for size in value.shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _product(sizes: tuple[sympy.Expr, ...]) -> sympy.Expr:
+    return sympy.expand(sympy.Mul(*sizes))
 
 
 def operations(node: fx.Node) -> sympy.Expr:

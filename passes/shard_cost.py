@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx
 
@@ -21,6 +22,9 @@ from .shard_choice import Choice, Prices, changes_of, choose, inner_exchanges, s
 from .shard_cuts import Placement
 from .shard_rules import base_strategies
 from .split import AssignStages, split_stages
+
+_KEPT: WeakKeyDictionary[fx.GraphModule, dict[Prices, dict[int, Cost]]] = WeakKeyDictionary()  # what was worked out
+_SLOW_BYTE_S = 1e-9  # to read, differentiate and write a byte of weights takes no longer
 
 
 @dataclass
@@ -53,46 +57,61 @@ class Cost:
     rows: int
 
 
-def with_tensor(gm: fx.GraphModule, chain: Chain, widths: Iterable[int], prices: Prices | None = None) -> Chain:
-    """Return the chain with a modelled option for each width above 1 that it has none for."""
-    return with_costs(chain, width_costs(gm, chain, widths, prices), {})
+def with_tensor(gm: fx.GraphModule, chain: Chain, widths: Iterable[int], *, least: bool = False) -> Chain:
+    """Return the chain with a modelled option for each width above 1 that it has none for.
+
+    With `least`, what takes as long for any number of rows is divided as far as it may be the weights' doing,
+    so that no measured time should be less.
+    """
+    return with_costs(chain, width_costs(gm, chain, widths), {}, least=least)
 
 
 def width_costs(gm: fx.GraphModule, chain: Chain, widths: Iterable[int], prices: Prices | None = None) -> list[Cost]:
     """Return what each width above 1 makes of the blocks, where the chain has no option for it yet."""
     present = {option.tensor for block in chain.blocks for option in block.options}
     wanted = sorted({width for width in widths if width > 1} - present)
-    if not wanted:
-        return []
-    AssignStages((len(chain.blocks),))(gm)
-    (stage,) = split_stages(gm, 1)
-    for node in gm.graph.nodes:
-        node.meta.pop(f"efftra.{STAGE.name}", None)
-    costs, used = [], prices or Prices()
-    for width in wanted:
+    used = Prices() if prices is None else prices
+    kept: dict[int, Cost] = _KEPT.setdefault(gm, {}).setdefault(used, {})
+    fresh = [width for width in wanted if width not in kept]
+    if fresh:
+        AssignStages((len(chain.blocks),))(gm)
+        (stage,) = split_stages(gm, 1)
+        for node in gm.graph.nodes:
+            node.meta.pop(f"efftra.{STAGE.name}", None)
+    for width in fresh:
         found = find_candidates(stage.gm, width)
         choice = choose(found, used)
-        costs.append(Cost(width, found, choice, tuple(_parts(found, choice, used, len(chain.blocks))), used.rows))
-    return costs
+        parts = tuple(_parts(found, choice, used, len(chain.blocks)))
+        kept[width] = Cost(width, found, choice, parts, used.rows)
+    return [kept[width] for width in wanted]
 
 
-def with_costs(chain: Chain, costs: Iterable[Cost], measured: Mapping[tuple[int, int], NodeCost]) -> Chain:
-    """Return the chain with the options of these widths; `measured` has times by width and block, where known."""
+def with_costs(
+    chain: Chain, costs: Iterable[Cost], measured: Mapping[tuple[int, int], NodeCost], *, least: bool = False
+) -> Chain:
+    """Return the chain with the options of these widths; `measured` has times by width and block, where known.
+
+    `least` is that of `with_tensor`.
+    """
     blocks = list(chain.blocks)
     for cost in costs:
         blocks = [
-            replace(block, options=(*block.options, _option(block, cost, part, measured.get((cost.width, index)))))
+            replace(
+                block, options=(*block.options, _option(block, cost, part, measured.get((cost.width, index)), least))
+            )
             for index, (block, part) in enumerate(zip(blocks, cost.parts, strict=True))
         ]
     return replace(chain, blocks=tuple(blocks))
 
 
-def _option(block: NodeCost, cost: Cost, part: BlockPart, measured: NodeCost | None) -> Option:
+def _option(block: NodeCost, cost: Cost, part: BlockPart, measured: NodeCost | None, least: bool) -> Option:
     held = part.held / part.whole_held if part.whole_held else 1.0
     kept = part.kept / part.whole_kept if part.whole_kept else 1.0
 
+    weights_s = block.parameter_bytes * (1 - held) * _SLOW_BYTE_S if least else 0.0
+
     def timing(whole: Timing) -> Timing:
-        return Timing(whole.fixed_s, whole.per_row_s * part.work)
+        return Timing(max(whole.fixed_s - weights_s, whole.fixed_s * min(part.work, 1.0)), whole.per_row_s * part.work)
 
     return Option(
         timing(block.forward) if measured is None else measured.forward,

@@ -44,10 +44,8 @@ def test_a_layer_too_large_for_a_device_is_cut() -> None:
 def test_slow_links_keep_the_width_at_one_where_memory_allows() -> None:
     plan = planned(1000 * MEGABYTE, SLOW).plan
     assert all(stage.tensor == 1 for stage in plan.stages)
-    assert "wide" not in plan.explain() and "step = " in plan.explain()
-    assert (
-        "no tensor groups: they sum at every layer, and the links inside machines have at most 0.001" in plan.explain()
-    )
+    assert "step = " in plan.explain() and "ranks [0, 1], inside a machine" not in plan.explain()
+    assert "no tensor groups: over links of at most 0.001 GB/s inside machines, what they must sum" in plan.explain()
 
 
 def test_fast_links_and_large_gradients_make_width_two_pay() -> None:
@@ -59,12 +57,17 @@ def test_where_the_width_stays_at_one_the_explanation_says_what_others_would_tak
     plan = planned(1000 * MEGABYTE, FAST, rows=512).plan
     assert [stage.tensor for stage in plan.stages] == [1]
     line = next(line for line in plan.explain().splitlines() if line.startswith("  2 wide: "))
-    told = re.fullmatch(r"  2 wide: 1 stage\(s\) of 1 replica\(s\), ([0-9.]+) ms \(\+([0-9.]+)%\)", line)
+    told = re.fullmatch(r"  2 wide: 1 stage\(s\) of 1 replica\(s\), at least ([0-9.]+) ms \(\+([0-9.]+)%\)", line)
     wide = planned(1000 * MEGABYTE, FAST, rows=512, tensor=(2,), micro_batches=plan.micro_batches).plan
     step = re.search(r"= ([0-9.]+) ms by the formula", wide.explain())
     assert told is not None and step is not None and plan.predicted_step_s is not None
-    assert told[1] == step[1]
-    assert float(told[2]) / 100 == pytest.approx(float(step[1]) / 1e3 / plan.predicted_step_s - 1, abs=1e-3)
+    assert 0.98 * plan.predicted_step_s <= float(told[1]) / 1e3 <= float(step[1]) / 1e3
+    assert float(told[2]) / 100 == pytest.approx(float(told[1]) / 1e3 / plan.predicted_step_s - 1, abs=1e-3)
+
+
+def test_with_stages_fixed_the_explanation_speaks_of_as_many() -> None:
+    text = planned(1000 * MEGABYTE, FAST, rows=512, stages=2).plan.explain()
+    assert "2 wide: 1 stage(s)" not in text
 
 
 def test_what_fits_no_device_and_no_width_is_refused() -> None:

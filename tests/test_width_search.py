@@ -1,0 +1,67 @@
+"""Widths are alternatives of the plan: worked out where they may win, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from efftra_fx import Cluster, Link, compile
+from efftra_fx.api import CompiledModel
+from efftra_fx.cluster import Links
+from efftra_fx.passes import measure, measure_widths, shard_cost
+from efftra_fx.passes.width_search import possible_widths
+
+
+def planned(link: Link, width: int = 600, rows: int = 4, **options: Any) -> CompiledModel:
+    """Plan large layers for a few rows: gradients are far more than what is computed with them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16))
+    cluster = options.pop("cluster", None) or Cluster.uniform(devices_per_machine=2, intra=link)
+    x, y = torch.randn(rows, 16), torch.randn(rows, 16)
+    options = {"costs": "estimated", **options}
+    return compile(model, cluster, example_inputs=(x,), example_target=y, loss_fn=F.mse_loss, **options)
+
+
+def test_links_far_below_ten_gigabytes_a_second_may_have_groups() -> None:
+    plan = planned(Link(1e9, 1e-6), rows=64, width=1500).plan
+    assert [stage.tensor for stage in plan.stages] == [2]
+    assert "data parallelism alone: " in plan.explain()
+
+
+def test_what_loses_by_its_bound_is_not_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **options: Any) -> Any:
+        raise AssertionError("worked out")
+
+    monkeypatch.setattr(shard_cost, "choose", never)
+    plan = planned(Link(1e6, 1e-2)).plan
+    assert {stage.tensor for stage in plan.stages} == {1}
+
+
+def test_only_widths_that_would_win_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EFFTRA_FX_CACHE", str(tmp_path))
+    timed: list[str] = []
+    honest = measure.time_block
+
+    def spying(graph: Any, make: Any, example: Any, name: str, *rest: Any) -> Any:
+        timed.append(name)
+        return honest(graph, make, example, name, *rest)
+
+    monkeypatch.setattr(measure_widths, "time_block", spying)
+    local = Cluster.local(2)
+    crawling = replace(local, links=Links((Link(1.0, 1.0),)))
+    slow = planned(Link(1.0), cluster=crawling, costs="measured")
+    assert not timed and {stage.tensor for stage in slow.plan.stages} == {1}
+    fast = planned(Link(1.0), cluster=replace(local, links=Links((Link(1e12),))), costs="measured", rows=2, width=1500)
+    assert timed and fast.built.chain.blocks[0].option(tensor=2) is not None
+
+
+def test_widths_fill_machines() -> None:
+    assert possible_widths(Cluster.uniform(2, 4, intra=Link(1e9), inter=Link(1e9))) == {2, 4}
+    assert possible_widths(Cluster.uniform(1, 6, intra=Link(1e9))) == {2, 3, 6}
+    assert possible_widths(Cluster.uniform(3, 1, inter=Link(1e9))) == set()
