@@ -19,6 +19,7 @@ from torch import fx
 
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
+from efftra_fx.opaque import kind_of
 
 
 class OtherOperatorsError(CaptureError):
@@ -60,7 +61,9 @@ def align(
             copy.meta.update(node.meta)
             writer.copies[node] = copy
     aligned = fx.GraphModule(first, graph)
-    OUTPUTS[aligned], CONSTANTS[aligned] = OUTPUTS[first], CONSTANTS[first]
+    CONSTANTS[aligned] = CONSTANTS[first]
+    if OUTPUTS.on(first):  # a graph of guards has none
+        OUTPUTS[aligned] = OUTPUTS[first]
     return aligned
 
 
@@ -98,7 +101,7 @@ def keep_places(aligned: fx.GraphModule, exported: fx.GraphModule) -> None:
 
 
 def _target(node: fx.Node) -> Any:
-    return (ROLE[node].kind, ROLE[node].name) if node.op == "placeholder" else node.target
+    return (ROLE[node].kind, ROLE[node].name) if node.op == "placeholder" else kind_of(node.target)
 
 
 class _Writer:

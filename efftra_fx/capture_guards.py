@@ -143,6 +143,7 @@ def _asking(ask: Ask) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _METHODS:
             stack.enter_context(_replaced(Tensor, name, _method(getattr(Tensor, name), ask)))
+        stack.enter_context(_replaced(FakeTensor, "tolist", _method(FakeTensor.tolist, ask)))  # it has one of its own
         for name, value in (("equal", _equal), ("allclose", _all_close), ("is_nonzero", lambda a: a != 0)):
             stack.enter_context(_replaced(torch, name, _function(getattr(torch, name), value, ask)))
         yield

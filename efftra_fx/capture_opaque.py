@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError
-from efftra_fx.opaque import Function, make_operator, random_states
+from efftra_fx.opaque import OtherSizesError, make_operator, random_states
 
 _INSIDE: ContextVar[bool] = ContextVar(
     "a custom function is running, which is one node with all that it calls", default=False
@@ -233,6 +233,8 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
         names = list(state)
         written = [n for n in names if any(n in seen.written for seen in pair)]
 
+        sizes_of = _size_rule(path, pair)
+
         def run(operands: Sequence[Tensor]) -> list[Tensor]:
             filled = list(flat)
             for place, operand in zip(places, operands[len(names) :], strict=True):
@@ -243,12 +245,13 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
             with _forward_replaced(module, original), _modes_set(modes):
                 output, news = torch.func.functional_call(bare, held, (written, *given), named)
             results = [value for _, value in take_apart(output)[0] if isinstance(value, Tensor)]
+            _refuse_other_sizes(path, results, sizes_of(operands[len(names) :]))
             return [*results, *(value.detach() for value in news)]
 
-        rule = _shape_rule(path, pair, len(names))
-
         def shape(operands: Sequence[Tensor]) -> list[Tensor]:
-            return [*rule(operands), *(torch.empty_like(operands[names.index(n)]) for n in written)]
+            sizes, device = sizes_of(operands[len(names) :]), operands[0].device
+            made = [torch.empty(s, dtype=d, device=device) for s, d in zip(sizes, pair[0].dtypes, strict=True)]
+            return [*made, *(torch.empty_like(operands[names.index(n)]) for n in written)]
 
         operator = make_operator(path, run, shape, draws=any(seen.draws for seen in pair))
         found = list(operator([*state.values(), *(flat[i] for i in places)]))
@@ -288,8 +291,18 @@ class _Bare(nn.Module):
         return output, [self.module.get_buffer(name) for name in written]
 
 
-def _shape_rule(path: str, pair: tuple[Seen, Seen], skipped: int) -> Function:
-    """Return what gives fake results for fake operands: each size is constant, or a multiple of an operand's size."""
+def _refuse_other_sizes(path: str, results: Sequence[Tensor], expected: Sequence[Sequence[int]]) -> None:
+    for result, sizes in zip(results, expected, strict=False):  # an operator says itself where it gives another number
+        if tuple(result.shape) != tuple(sizes):
+            raise OtherSizesError(
+                f"module '{path}' runs as it is and gave a tensor of sizes {list(result.shape)}, where its arguments' "
+                f"sizes say {list(sizes)}: its results' sizes depend on values; give them a fixed size (by masks in "
+                "place of selections, total_length= of pad_packed_sequence)"
+            )
+
+
+def _size_rule(path: str, pair: tuple[Seen, Seen]) -> Callable[[Sequence[Tensor]], list[list[Any]]]:
+    """Return what gives sizes of results for operands: each is constant, or a multiple of an operand's size."""
     one, two = pair
     rules: list[list[tuple[int, int, int] | int]] = []
     for a, b in zip(one.results, two.results, strict=True):
@@ -298,15 +311,10 @@ def _shape_rule(path: str, pair: tuple[Seen, Seen], skipped: int) -> Function:
             rule.append(x if x == y else _multiple(path, x, y, one, two))
         rules.append(rule)
 
-    def shape(operands: Sequence[Tensor]) -> list[Tensor]:
-        inputs = operands[skipped:]
-        results = []
-        for rule, dtype in zip(rules, one.dtypes, strict=True):
-            sizes = [r if isinstance(r, int) else inputs[r[0]].shape[r[1]] * r[2] for r in rule]
-            results.append(torch.empty(sizes, dtype=dtype, device=operands[0].device))
-        return results
+    def sizes(operands: Sequence[Tensor]) -> list[list[Any]]:
+        return [[r if isinstance(r, int) else operands[r[0]].shape[r[1]] * r[2] for r in rule] for rule in rules]
 
-    return shape
+    return sizes
 
 
 def _multiple(path: str, x: int, y: int, one: Seen, two: Seen) -> tuple[int, int, int]:

@@ -71,7 +71,7 @@ def _content(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return dict(zip(value._fields, value, strict=True))
+        return dict(zip(value._fields, tuple.__iter__(value), strict=True))
     if isinstance(value, dict):
         return dict(value)
     return dict(vars(value)) if hasattr(value, "__dict__") else None
@@ -96,7 +96,10 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, complex, type)) or callable(value):
         return False
     if isinstance(value, (tuple, list)):
-        return any(_holds_tensor(item, depth - 1) for item in value)
+        items = (
+            tuple.__iter__(value) if isinstance(value, tuple) else iter(value)
+        )  # what a class iterates over is its own
+        return any(_holds_tensor(item, depth - 1) for item in items)
     if isinstance(value, dict):
         return any(_holds_tensor(item, depth - 1) for item in value.values())
     return any(_holds_tensor(item, depth - 1) for item in getattr(value, "__dict__", {}).values())

@@ -28,6 +28,10 @@ _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
+class OtherSizesError(CaptureError):
+    """Raise where an operator gives other sizes than those of its operands say: its sizes depend on values."""
+
+
 def make_operator(
     name: str,
     run: Function,
@@ -172,6 +176,11 @@ def is_opaque(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
 
 
+def kind_of(target: Any) -> Any:
+    """Return what is equal for operators that were made of the same code: each capture makes its own."""
+    return target.name().rpartition("_")[0] if is_opaque(target) else target
+
+
 def _own(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor that shares memory with nothing else."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -181,4 +190,12 @@ def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-__all__ = ["is_opaque", "make_operator", "needs_whole_batch", "random_states", "run_without_chance"]
+__all__ = [
+    "OtherSizesError",
+    "is_opaque",
+    "kind_of",
+    "make_operator",
+    "needs_whole_batch",
+    "random_states",
+    "run_without_chance",
+]

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_normal import make_normal
 from efftra_fx.capture_norms import averages_of_all_batches
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
+from efftra_fx.capture_packed import sequences_kept_padded
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
@@ -252,44 +253,65 @@ class _Attempt:
         step = _Step(self.model, self.loss_fn, self.call, self.want, trees.append)
         step.training = self.model.training
         step.answers, step.note_guards, step.call_loss = self.answers, guards.append, self.whole_loss
-        kept = {path: self.model.get_submodule(path) for path in self.opaque}
-        with ExitStack() as stack:
-            stack.enter_context(functions_kept_whole())
-            stack.enter_context(alignments_kept_whole())
-            stack.enter_context(averages_of_all_batches())
-            stack.enter_context(checkpoints_inline())
-            stack.enter_context(padding_zeroed(self.want == "loss"))
-            if self.watches is not None:
-                stack.enter_context(modules_kept_whole(kept, *self.watches))
-            exported = export_step(step, self.tensors, self.batch_leaves, self.moving)
+        exported = self.exported(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = _plain_graph(exported, step, asked)
         if self.want == "loss":
             _refuse_least_rows(gm, self.batch_leaves)
         tree = trees[-1] if trees else None
         symbolic = _is_symbolic(gm, self.batch_leaves)
-        if not symbolic and found is None and not self.moving:
-            gm = self.aligned(step, gm)
+        if not symbolic and not self.moving:
+            gm, found = self.aligned(step, gm, found, guards)
             symbolic = _is_symbolic(gm, self.batch_leaves)
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
         return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, self.flags, whole_loss=reason)
 
-    def aligned(self, step: _Step, gm: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph for any number of rows where the exporter gave one for the example's alone."""
+    def exported(
+        self,
+        step: _Step,
+        tensors: tuple[Tensor, ...],
+        batch_leaves: Sequence[int | None],
+        moving: Sequence[Sequence[int]] = (),
+    ) -> Exported:
+        """Export the step of these tensors, with all in it that is put otherwise while a graph is captured."""
+        kept = {path: self.model.get_submodule(path) for path in self.opaque}
+        with ExitStack() as stack:
+            stack.enter_context(functions_kept_whole())
+            stack.enter_context(alignments_kept_whole())
+            stack.enter_context(averages_of_all_batches())
+            stack.enter_context(checkpoints_inline())
+            stack.enter_context(sequences_kept_padded())
+            stack.enter_context(padding_zeroed(self.want == "loss"))
+            if self.watches is not None:
+                stack.enter_context(modules_kept_whole(kept, *self.watches))
+            return export_step(step, tensors, batch_leaves, moving)
+
+    def aligned(
+        self, step: _Step, gm: fx.GraphModule, found: Guards | None, asked: list[list[Asked]]
+    ) -> tuple[fx.GraphModule, Guards | None]:
+        """Return graph and guards for any number of rows where the exporter gave them for the example's alone."""
         place = next((i, d) for i, d in enumerate(self.batch_leaves) if d is not None)
         rows = self.tensors[place[0]].shape[place[1]]
         if rows < 3:
-            return gm
-        graphs = []
+            return gm, found
+        graphs, guards = [], []
         for count in (rows, rows - 1):
             part = [
                 t if d is None else t.narrow(d, 0, count) for t, d in zip(self.tensors, self.batch_leaves, strict=True)
             ]
-            graphs.append(_plain_graph(export_step(step, tuple(part), [None] * len(part)), step, [])[0])
+            exported = self.exported(step, tuple(part), [None] * len(part))
+            graph, guard = _plain_graph(exported, step, asked[-1] if asked else [])
+            graphs.append(graph)
+            guards.append(guard)
         name = self.call.tensor_names[place[0]]
         try:
             one = align(graphs[0], graphs[1], (rows, rows - 1), (name, place[1]))
+            if guards[0] is not None and guards[1] is not None:
+                dims = dict(zip(self.call.tensor_names, self.batch_leaves, strict=True))
+                read = [(role.name, d) for role in guards[0].roles if (d := dims.get(role.name)) is not None]
+                both = align(guards[0].gm, guards[1].gm, (rows, rows - 1), next(iter(read), (name, place[1])))
+                found = replace(guards[0], gm=both)
         except OtherOperatorsError as error:
             if not error.path:
                 raise CaptureError(str(error)) from error
@@ -300,9 +322,10 @@ class _Attempt:
             raise asks from error
         again = _Replay(step, one)
         again.training = step.training
-        exported, _ = _plain_graph(export_step(again, self.tensors, self.batch_leaves), again, [])
-        keep_places(one, exported)
-        return exported
+        exported = export_step(again, self.tensors, self.batch_leaves)
+        whole, _ = _plain_graph(exported, again, [])
+        keep_places(one, whole)
+        return whole, found
 
 
 class _Replay(_Step):
@@ -357,7 +380,12 @@ def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
     """Capture again with the answers of a real run; modules whose questions depend on parameters stay whole."""
     modules = {path: m for path, m in attempt.model.named_modules() if path}
     while True:
-        attempt.answers, attempt.watches = _run_for_real(attempt, {path: modules[path] for path in attempt.opaque})
+        try:
+            attempt.answers, attempt.watches = _run_for_real(attempt, {path: modules[path] for path in attempt.opaque})
+        except CaptureError as error:
+            if first.reason == AsksValuesError.reason:
+                raise
+            raise CaptureError(f"{first}; nor can parts of it run as they are: {error}") from error
         try:
             return attempt.capture()
         except AsksValuesError as again:
@@ -408,7 +436,7 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
     """Run the model without gradients; buffers and random state are afterwards as they were."""
     held = HeldBuffers(attempt.model)
     try:
-        with torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss"):
+        with torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss"), sequences_kept_padded():
             yield
     finally:
         held.restore()
@@ -419,6 +447,8 @@ def _own_code(attempt: _Attempt, part: str = "") -> Iterator[None]:
     """Run the user's own code on the example, or a part of it; raise CaptureError for what it raises."""
     try:
         yield
+    except AsksValuesError as error:
+        raise CaptureError(str(error)) from error
     except EfftraError:
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ from efftra_fx.first_difference import EagerRecord, differs_backward, differs_fo
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
+from efftra_fx.opaque import OtherSizesError
 from efftra_fx.python_state import PythonState, PythonUse, reads_noted
 from efftra_fx.trace import Captured, LossFn, loss_of
 
@@ -134,11 +135,12 @@ def _own_code(what: str) -> Iterator[None]:
 def on_few_or_all(
     check: Callable[[Sequence[Tensor]], PythonUse], few: Sequence[Tensor], every: Sequence[Tensor]
 ) -> PythonUse:
-    """Return what a check finds on a few rows, or on all where the user's code does not run on the few."""
+    """Return what a check finds on a few rows, or on all where the user's code does not run so on the few."""
+    problem: CaptureError
     for rows in (few,) if few is every else (few, every):
         try:
             return check(rows)
-        except DoesNotRunError as error:
+        except (DoesNotRunError, OtherSizesError) as error:
             problem = error
     raise CaptureError(str(problem)) from problem.__cause__
 

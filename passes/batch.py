@@ -24,13 +24,14 @@ from torch.utils import _pytree as pytree
 from efftra_fx.chance import without_chance
 from efftra_fx.draws import KEEP, UNIFORM
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, REDUCED, ROLE, Split
-from efftra_fx.opaque import is_opaque, needs_whole_batch, run_without_chance
+from efftra_fx.opaque import OtherSizesError, is_opaque, needs_whole_batch, run_without_chance
 
 from .adding import adds_up
 from .means import argument, with_argument
 from .slices import draws
 
 _TOLERANCE = 1e-9
+_NOT_ALONE = (RuntimeError, IndexError, ValueError, OtherSizesError)  # what says that a part cannot be computed alone
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _SHAPE_ONLY = frozenset(
     {
@@ -69,7 +70,7 @@ class ProveBatch:
         inputs = self.inputs
         try:
             whole = evaluate_nodes(gm, values, inputs)
-        except (RuntimeError, IndexError, ValueError):
+        except _NOT_ALONE:
             if not self.every:
                 raise
             inputs = self.every
@@ -227,7 +228,7 @@ class _Recorder(fx.Interpreter):
         """Return a node's value; what cannot be computed of a part is written down, and the whole's stands in."""
         try:
             return self._value(node)
-        except (RuntimeError, IndexError, ValueError):
+        except _NOT_ALONE:
             if self.whole is None:
                 raise
             self.refused.add(node)

@@ -263,6 +263,19 @@ class CountsRows(Net):
         return out.reshape(len(x), -1)
 
 
+class CountsAndAsks(Net):
+    """Python takes the number of rows as a number, asks a mask, and calls a custom function."""
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        mask, widths = more
+        h = triple(self.a(x).reshape(len(x), -1), 0.5)
+        if mask.view(len(x), 1).all():
+            h = torch.tanh(h)
+        parts = h.split(widths.tolist(), 1)
+        out: Tensor = self.c(self.b(torch.cat([parts[1], parts[0]], 1)))
+        return out
+
+
 class Autocast(nn.Module):
     """A region of lower precision in the middle."""
 
@@ -356,6 +369,12 @@ HABITS: Mapping[str, Callable[[], Habit]] = {
         Branches().double(), (features(), torch.arange(ROWS) > 2), classes(), cross_entropy
     ),
     "number of rows": lambda: Habit(CountsRows().double(), (features(),), classes(), cross_entropy),
+    "number of rows beside questions": lambda: Habit(
+        CountsAndAsks().double(),
+        (features(), torch.ones(ROWS, dtype=torch.bool), torch.tensor([2, WIDTH - 2])),
+        classes(),
+        cross_entropy,
+    ),
     "autocast inside": lambda: Habit(Autocast(), (features().float(),), classes(), cross_entropy, tolerance=3e-2),
     "complex values": lambda: Habit(Spectral().double(), (features(),), classes(), cross_entropy),
     "weight norm": _weight_norm,
