@@ -19,7 +19,8 @@ from pathlib import Path
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
-from efftra_fx.passes.partition import Planned, partition
+from efftra_fx.passes.partition import partition
+from efftra_fx.passes.planned import Planned
 from efftra_fx.workload import Workload, load_workload
 
 FOLDER = Path(__file__).parent.parent.parent / "shared" / "workloads"

@@ -33,7 +33,7 @@ from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
 from efftra_fx.hooks import has_hooks
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
-from efftra_fx.passes.partition import Planned
+from efftra_fx.passes.planned import Planned
 from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
 from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code

@@ -14,7 +14,8 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.errors import EfftraError, PlanError
 from efftra_fx.passes.explain import explain
-from efftra_fx.passes.partition import Planned, partition
+from efftra_fx.passes.partition import partition
+from efftra_fx.passes.planned import Planned
 from efftra_fx.plan import Stage
 from efftra_fx.units import size_text
 from efftra_fx.workload import load_workload

@@ -13,6 +13,7 @@ cluster is TOML, and every key in it must be known:
     kind = "V100"
     memory_gb = 16                   # leave it out: no limit
     speed = 1.0                      # relative: 2.0 computes twice as fast
+    slots = 2                        # so many devices compute at once at their speed; leave it out: all
     link = { bandwidth_gb_per_s = 10, latency_us = 5 }   # inside the machine
 
 A machine with devices of several kinds lists them instead of `devices`:
@@ -29,7 +30,8 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,11 +103,15 @@ class Cluster:
 
     `where` says what the ranks are: "described" (planning only), "local" (all ranks
     live in this process) or "ranks" (one process each, under `torch.distributed`).
+    `slots` says, machine by machine, how many of its devices can compute at once at their
+    `speed` (`None`, or nothing: all of them); more in use share what there is, as ranks do
+    that share cores.
     """
 
     devices: tuple[Device, ...]
     links: Links
     where: str = "described"
+    slots: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.devices, list | tuple) or not all(isinstance(one, Device) for one in self.devices):
@@ -126,6 +132,12 @@ class Cluster:
                 raise ClusterError(f"links.intra: machine {machine} has several devices but no link between them")
         if len(machines) > 1 and self.links.inter is None:
             raise ClusterError(f"links.inter: {len(machines)} machines need a link between them, found none")
+        if not isinstance(self.slots, list | tuple) or len(self.slots) > max(machines) + 1:
+            raise ClusterError(f"slots must list a number, or None, for each machine, got {self.slots!r:.200}")
+        object.__setattr__(self, "slots", tuple(self.slots))
+        for machine, slots in enumerate(self.slots):
+            if slots is not None:
+                check_number(f"slots[{machine}]", slots, low=1e-6, high=1e6)
 
     @classmethod
     def uniform(
@@ -206,6 +218,27 @@ class Cluster:
         """Whether every device has the same kind, memory and speed."""
         return len({(device.kind, device.memory_bytes, device.speed) for device in self.devices}) == 1
 
+    @property
+    def crowded(self) -> bool:
+        """Whether some machine has more devices than can compute at once at their full speed."""
+        return self.working(range(len(self.devices))).devices != self.devices
+
+    def working(self, devices: Iterable[int]) -> Cluster:
+        """The same cluster, each device as fast as it is while these compute at the same time; without `slots`."""
+        if not any(slots is not None for slots in self.slots):
+            return self if not self.slots else replace(self, slots=())
+        used = Counter(self.devices[device].machine for device in devices)
+        slowed = tuple(
+            replace(device, speed=device.speed * self.slot_share(device.machine, used[device.machine]))
+            for device in self.devices
+        )
+        return replace(self, devices=slowed, slots=())
+
+    def slot_share(self, machine: int, used: int) -> float:
+        """The part of its speed that a device of a machine has while `used` of the machine's devices compute."""
+        slots = self.slots[machine] if machine < len(self.slots) else None
+        return 1.0 if slots is None else min(1.0, slots / max(used, 1))
+
     def link(self, a: int, b: int) -> Link:
         """The link from device a to device b, two different ranks; raise ClusterError for anything else."""
         for rank in (a, b):
@@ -240,9 +273,10 @@ def read_cluster(data: Mapping[str, Any]) -> Cluster:
         raise ClusterError("machine: the file needs at least one [[machine]] table")
     devices: list[Device] = []
     intra: list[Link | None] = []
+    slots: list[float | None] = []
     for index, table in enumerate(tables):
         name = f"machine[{index}]"
-        check_keys(name, table, {"count", "devices", "kind", "memory_gb", "speed", "link", "device"})
+        check_keys(name, table, {"count", "devices", "kind", "memory_gb", "speed", "slots", "link", "device"})
         link = read_link(f"{name}.link", table["link"]) if "link" in table else None
         groups = read_groups(name, table)
         if link is None and sum(count for count, _ in groups) > 1:
@@ -253,9 +287,15 @@ def read_cluster(data: Mapping[str, Any]) -> Cluster:
         for _ in range(copies):
             devices += [replace(one, machine=len(intra)) for count, one in groups for _ in range(count)]
             intra.append(link)
+            slots.append(read_slots(name, table))
     if inter is None and len(intra) > 1:
         raise ClusterError(f"inter is missing: {len(intra)} machines need a link between them")
-    return Cluster(tuple(devices), Links(tuple(intra), inter))
+    return Cluster(tuple(devices), Links(tuple(intra), inter), slots=tuple(slots) if any(slots) else ())
+
+
+def read_slots(name: str, table: Mapping[str, Any]) -> float | None:
+    """How many devices of the machine compute at once at full speed; `None` for all."""
+    return check_number(f"{name}.slots", table["slots"], low=1e-6, high=1e6) if "slots" in table else None
 
 
 def read_groups(name: str, table: Mapping[str, Any]) -> list[tuple[int, Device]]:

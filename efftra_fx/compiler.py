@@ -43,8 +43,9 @@ from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.measure_widths import measure_widths
-from efftra_fx.passes.partition import Planned, partition, shortage
+from efftra_fx.passes.partition import partition, shortage
 from efftra_fx.passes.pipeline import Pass, run_passes
+from efftra_fx.passes.planned import Planned
 from efftra_fx.passes.reduction import DeclareReduction, SettleReduction, Weight
 from efftra_fx.passes.rules import Rules
 from efftra_fx.passes.shapes import AnnotateShapes, is_heavy

@@ -79,6 +79,7 @@ def largest_micro_batch(rows: int, micro_batches: int, whole: bool) -> float:
 def evaluate(plan: Plan, chain: Chain, cluster: Cluster, rows: int, rules: Rules = DEFAULT_RULES) -> Figures:
     """Price a plan; raise PlanError when it is not one for this chain and this cluster."""
     check_fits(plan, chain, cluster)
+    cluster = cluster.working(plan.devices)
     micro_batches = min(plan.micro_batches, rows)
     micro_rows = largest_micro_batch(rows, micro_batches, rules.whole_rows)
     stages = tuple(

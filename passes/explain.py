@@ -19,8 +19,10 @@ from efftra_fx.plan import Plan
 from efftra_fx.units import size_text
 
 from .evaluate import Figures, StageFigures, evaluate
-from .partition import Planned, partition
+from .partition import partition
+from .planned import Planned
 from .rules import Rules
+from .slots import about_slots
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
     rules = rules_of(fixed)
     lines = [
         *about_stages(planned.plan, chain),
+        *about_slots(planned.plan, cluster),
         "",
         *about_formula(planned.plan, planned.figures),
         "",
@@ -68,6 +71,7 @@ def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster) 
     """What is known of a plan that was not searched for: its stages, the formula filled in, and its memory."""
     lines = [
         *about_stages(plan, chain),
+        *about_slots(plan, cluster),
         "",
         *about_formula(plan, figures),
         "",
@@ -236,6 +240,8 @@ def changed_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         yield "twice the bandwidth inside machines", replace(cluster, links=replace(links, intra=doubled))
     if any(device.memory_bytes is not None for device in cluster.devices):
         yield "20 % more memory", replace(cluster, devices=tuple(roomier(device) for device in cluster.devices))
+    if cluster.crowded:
+        yield "slots for all devices", replace(cluster, slots=())
     quicker = tuple(replace(device, speed=device.speed * 1.2) for device in cluster.devices)
     yield "devices 20 % faster", replace(cluster, devices=quicker)
 

@@ -9,71 +9,25 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from efftra_fx.cost import Chain, CostTable, Crossing, NodeCost, Shared, Timing
+from efftra_fx.cost import Chain, CostTable, Crossing, Shared
 from efftra_fx.errors import CostError
-from efftra_fx.meta import BATCH, BLOCK, ROLE, STAGE
-from efftra_fx.program import Value
+from efftra_fx.meta import BATCH, BLOCK, ROLE
 
+from .block_graphs import BlockGraph, block_graphs
 from .blocks import block_names, chain_nodes, size_at
-from .shapes import elements, operations
-from .split import AssignStages, StageGraph, split_stages, wire
-from .stage_code import Example, Flags, Fresh, example_of, stage_code
+from .shapes import elements
+from .stage_code import Example, example_of, stage_code
 from .synced import is_synced
-
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-_ASSUMED_OPERATIONS_PER_S = 2e10
-
-
-@dataclass(frozen=True)
-class BlockGraph:
-    """A block as a stage of its own, with the flags of what it differentiates and a key of its content."""
-
-    stage: StageGraph
-    flags: Flags
-    values: dict[str, Value]
-    key: str
-
-
-def block_graphs(gm: fx.GraphModule, blocks: int, joined: bool) -> tuple[BlockGraph, ...]:
-    """Return every block as a stage of its own; leaves no `STAGE` behind."""
-    AssignStages(tuple(range(1, blocks + 1)))(gm)
-    stages = split_stages(gm, blocks)
-    wiring = wire(gm, stages, joined)
-    for node in gm.graph.nodes:
-        node.meta.pop(f"efftra.{STAGE.name}", None)
-    values = {value.name: value for value in wiring.values}
-    trainable = {p.name for p in wiring.parameters if p.trainable}
-    graphs = []
-    for index, stage in enumerate(stages):
-        flags = Flags(stage, values, trainable, index)
-        graphs.append(BlockGraph(stage, flags, values, _content(stage.gm, flags)))
-    return tuple(graphs)
-
-
-def _content(gm: fx.GraphModule, flags: Flags) -> str:
-    """Return a text that is the same for blocks that compute the same from values of the same types."""
-    index: dict[fx.Node, int] = {}
-    lines = [f"{flags.wrt} {flags.outputs}"]
-    for number, node in enumerate(gm.graph.nodes):
-        index[node] = number
-        value = node.meta.get("val")
-        kind = f"{value.dtype} {tuple(map(str, value.shape))}" if isinstance(value, Tensor) else ""
-        if node.op == "placeholder":
-            lines.append(f"{ROLE[node].kind} {kind}")
-        else:
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-            lines.append(f"{node.target} {arguments} {kind}")
-    return "\n".join(lines)
+from .time_blocks import Item, Progress, Timed, time_blocks
 
 
 def sample_rows(rows: int) -> tuple[int, int]:
@@ -109,16 +63,22 @@ def measure_chain(
     names = block_names(gm)
     graphs = block_graphs(gm, len(names), joined)
     sizes = sample_rows(rows)
-    unique: dict[str, BlockGraph] = {}
-    for graph in graphs:
-        unique.setdefault(graph.key, graph)
-    found: dict[str, NodeCost] = {}
-    todo = list(unique.items())
-    for key, graph in progress(todo, "measuring blocks") if progress and repeats else todo:
-        short = digest(key)
-        before = known.find(short) if known is not None else None
-        example = example_of(graph.values, tensors, inputs)
-        found[key] = before or _cost(graph, example, short, sizes, device, repeats)
+    counts = Counter(graph.key for graph in graphs)
+    unique = {graph.key: graph for graph in reversed(graphs)}
+    before = {key: known.find(digest(key)) if known is not None else None for key in counts}
+    items = [
+        Item(
+            digest(key),
+            unique[key],
+            partial(_make, unique[key], example_of(unique[key].values, tensors, inputs), device),
+            example_of(unique[key].values, tensors, inputs),
+            count,
+        )
+        for key, count in counts.items()
+        if before[key] is None
+    ]
+    timed = time_blocks(items, sizes, device, repeats, progress)
+    found = {key: before[key] or timed[digest(key)] for key in counts}
     blocks = tuple(
         replace(found[graph.key], name=name, **_parameters(graph), **(_exchanges(graph) if synced else {}))
         for graph, name in zip(graphs, names, strict=True)
@@ -127,124 +87,13 @@ def measure_chain(
     return Chain(blocks, _crossings(gm), _shared(gm)), table
 
 
+def _make(graph: BlockGraph, example: Example, device: str, rows: int) -> Timed:
+    return stage_code(graph.stage, graph.flags, example, device=device)(rows)
+
+
 def digest(text: str) -> str:
     """Return a short name for a long key."""
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _cost(
-    graph: BlockGraph, example: Example, name: str, sizes: tuple[int, int], device: str, repeats: int
-) -> NodeCost:
-    make = stage_code(graph.stage, graph.flags, example, device=device)
-    return time_block(graph, make, example, name, sizes, device, repeats)
-
-
-class Timed(Protocol):
-    """A block's functions, as they are timed."""
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes kept from forward to backward."""
-        ...
-
-    def forward(self, operands: list[Any]) -> Any:
-        """Return outputs and what is saved."""
-        ...
-
-    def backward(self, saved: Any, gradients: list[Tensor | None], sums: Any, defer: bool) -> Any:
-        """Take gradients of the outputs."""
-        ...
-
-
-def time_block(
-    graph: BlockGraph,
-    make: Callable[[int], Timed],
-    example: Example,
-    name: str,
-    sizes: tuple[int, int],
-    device: str,
-    repeats: int,
-) -> NodeCost:
-    """Return the cost of a block's functions, which `make` gives for a number of rows, timed at two sizes."""
-    points = []
-    for rows in dict.fromkeys(sizes):
-        code = make(rows)
-        forward, backward = _time(graph, code, example, rows, device, repeats)
-        points.append((rows, forward, backward, code.saved_bytes))
-    first, last = points[0], points[-1]
-    return NodeCost(
-        name,
-        _line(first[0], first[1], last[0], last[1]),
-        _line(first[0], first[2], last[0], last[2]),
-        output_bytes=_output_bytes(graph.stage.gm),
-        saved_bytes=last[3] / last[0],
-    )
-
-
-def _line(x0: int, y0: float, x1: int, y1: float) -> Timing:
-    """Return the straight line through two measurements, with neither part below zero."""
-    if x0 == x1:
-        return Timing(0.0, y1 / x1)
-    slope = max((y1 - y0) / (x1 - x0), 0.0)
-    fixed = max(y1 - slope * x1, 0.0)
-    return Timing(fixed, (y1 - fixed) / x1)
-
-
-def _time(
-    graph: BlockGraph, code: Timed, example: Example, rows: int, device: str, repeats: int
-) -> tuple[float, float]:
-    if repeats == 0:
-        work = sum(size_at(operations(n), rows) for n in graph.stage.gm.graph.nodes)
-        return work / _ASSUMED_OPERATIONS_PER_S, (2 * work / _ASSUMED_OPERATIONS_PER_S if graph.flags.any else 0.0)
-    operands = [_filled(example(role, rows), device) for role in graph.stage.roles]
-    forwards, backwards = [], []
-    with torch.no_grad():
-        for repeat in range(repeats + 1):
-            begin = _now(device)
-            outputs, saved = code.forward(list(operands))
-            middle = _now(device)
-            if graph.flags.any:
-                gradients = [
-                    torch.ones_like(o, memory_format=torch.contiguous_format) if flag else None
-                    for o, flag in zip(outputs, graph.flags.outputs, strict=True)
-                ]
-                before = _now(device)
-                code.backward(saved, gradients, Fresh(len(graph.flags.parameters)), False)
-                after = _now(device)
-            else:
-                before = after = 0.0
-            if repeat:
-                forwards.append(middle - begin)
-                backwards.append(after - before)
-    return statistics.median(forwards), statistics.median(backwards)
-
-
-def _now(device: str) -> float:
-    """Return a clock; on a CPU with one thread that thread's own, which stands still while other ranks have the core.
-
-    How many ranks share the cores is said by the cluster (`Device.speed`), and must not be counted twice.
-    """
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    elif torch.get_num_threads() == 1:
-        return time.thread_time()
-    return time.perf_counter()
-
-
-def _filled(meta: Tensor, device: str) -> Tensor:
-    """Return a tensor of small harmless values; integers are zero, so that they index any table."""
-    tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
-    return tensor.fill_(0.5 if meta.is_floating_point() or meta.is_complex() else 0)
-
-
-def _output_bytes(gm: fx.GraphModule) -> float:
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    total = 0.0
-    for node in output.args[0]:
-        value = node.meta["val"]
-        if isinstance(value, Tensor) and BATCH[node].kind == "rows":
-            total += size_at(elements(value), 1) * value.element_size()
-    return total
 
 
 def _parameters(graph: BlockGraph) -> dict[str, Any]:

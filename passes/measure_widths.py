@@ -6,8 +6,10 @@ the ranks; that is priced by the links. Equal blocks that are cut alike are time
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor, fx
 from efftra_fx.cost import Chain, CostTable, NodeCost
 from efftra_fx.meta import ROLE, Role
 
-from .measure import BlockGraph, Progress, block_graphs, digest, sample_rows, time_block
+from .block_graphs import BlockGraph, block_graphs
+from .measure import digest, sample_rows
 from .shard_candidates import Candidates, is_item, moving_values, place_of
 from .shard_choice import Choice
 from .shard_code import MeetingCode, MeetingForward
@@ -26,6 +29,7 @@ from .shard_rewrite import rewrite
 from .shard_rules import Strategy
 from .shard_segments import run_alone
 from .stage_code import Example, example_of
+from .time_blocks import Item, Progress, time_blocks
 
 _RANK = 0  # the rank with the largest shares
 
@@ -65,12 +69,20 @@ def measure_widths(
         for index, graph in enumerate(graphs)
         if cost.parts[index].work < 1.0
     }
-    todo = list({cut.key: cut for cut in cuts.values()}.items())
     found: dict[str, NodeCost] = {}
-    for key, cut in progress(todo, "measuring widths") if progress else todo:
-        before = known.find(key) if known is not None else None
-        example = _local(example_of(cut.graph.values, tensors, inputs), cut.placed)
-        found[key] = before or _measure(cut.graph, example, key, sample_rows(rows), device, repeats)
+    counts = Counter(cut.key for cut in cuts.values())
+    for width in dict.fromkeys(width for width, _ in cuts):
+        items = []
+        for cut in {cut.key: cut for (own, _), cut in cuts.items() if own == width}.values():
+            before = known.find(cut.key) if known is not None else None
+            if before is not None:
+                found[cut.key] = before
+            elif cut.key not in found:
+                example = _local(example_of(cut.graph.values, tensors, inputs), cut.placed)
+                items.append(
+                    Item(cut.key, cut.graph, partial(_make, cut.graph, example, device), example, counts[cut.key])
+                )
+        found |= time_blocks(items, sample_rows(rows), device, repeats, progress, f"measuring width {width}")
     measured = {place: found[cut.key] for place, cut in cuts.items()}
     return with_costs(chain, costs, measured), CostTable(f"widths, rows {sample_rows(rows)}", tuple(found.values()))
 
@@ -134,15 +146,10 @@ class _Alone:
         return run_alone(self.code.backward(saved, gradients, sums, defer), _RANK)
 
 
-def _measure(
-    graph: BlockGraph, example: Example, name: str, sizes: tuple[int, int], device: str, repeats: int
-) -> NodeCost:
-    def make(rows: int) -> _Alone:
-        if not graph.flags.any:
-            return _Alone(MeetingForward(graph.stage, device))
-        return _Alone(MeetingCode(graph.stage, graph.flags, example, rows, False, device))
-
-    return time_block(graph, make, example, name, sizes, device, repeats)
+def _make(graph: BlockGraph, example: Example, device: str, rows: int) -> _Alone:
+    if not graph.flags.any:
+        return _Alone(MeetingForward(graph.stage, device))
+    return _Alone(MeetingCode(graph.stage, graph.flags, example, rows, False, device))
 
 
 __all__ = ["cut_block", "measure_widths"]

@@ -9,7 +9,7 @@ with one stage a device) are always among the candidates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,13 +21,15 @@ from efftra_fx.units import size_text
 
 from .bound import lower_bound, tight_bound
 from .candidates import Found, Request, Search, Setting
-from .evaluate import Figures
+from .evaluate import Figures, evaluate
 from .exhaust import MOST_PLANS, exhaust, plans_to_try
 from .neighbours import Shape, shape_of, to_batch
 from .placement import layouts
+from .planned import Alternative, Planned
 from .refine import found_shape, priced, refine
 from .rules import Rules
 from .scan import RATIOS, scan
+from .slots import plan_on_parts
 from .table import Layout, Table
 from .wide import wide_scan
 
@@ -42,41 +44,6 @@ MOST_ALTERNATIVES = 10
 CLOSE_SEED = 1.07  # times the best: placements that are worked out
 MOST_TRIED = 1  # so many other numbers of micro-batches are refined although they look no better at first
 MOST_STARTS = 16  # plans of the dynamic program that are refined, under one placement
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another plan, what it is, and its predicted step; `plan=None` when it does not fit the memory."""
-
-    label: str
-    step_s: float
-    plan: Plan | None
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The best plan found, the bound below which no plan can be, and what else was looked at.
-
-    `proven`: every plan was looked at. `limited` says which search limit was hit, if any.
-    """
-
-    plan: Plan
-    figures: Figures
-    lower_bound_s: float
-    candidates: int
-    alternatives: tuple[Alternative, ...] = ()
-    proven: bool = False
-    limited: str = ""
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of one step."""
-        return self.figures.step_s
-
-    @property
-    def memory_bytes(self) -> tuple[int, ...]:
-        """Bytes on the fullest device of each stage."""
-        return self.figures.memory_bytes
 
 
 def partition(
@@ -106,10 +73,29 @@ def partition(
     request = Request(rows, stages, replicas, micro_batches, schedule, in_flight, tensor, undivided_alone, limit_s)
     check_request(chain, cluster, request)
     rules = Rules(overlap, whole_rows, forwarded_skips, optimizer_bytes_per_parameter_byte)
-    search = Search(chain, cluster, rules, request, Table(chain, cluster, rules, tensor))
+    if not cluster.crowded:
+        return partition_alike(chain, cluster.working(()), rules, request)
+    return plan_on_parts(
+        cluster,
+        devices_needed(request),
+        lambda part, parts: partition_alike(chain, part, rules, replace(request, limit_s=limit_s / parts)),
+        lambda plan: evaluate(plan, chain, cluster, rows, rules),
+    )
+
+
+def devices_needed(request: Request) -> int:
+    """The fewest devices that the fixed parts of a plan ask for."""
+    stages = len(request.replicas) if request.replicas else request.stages or 1
+    return max(sum(request.replicas or ()), stages) * (request.tensor or 1)
+
+
+def partition_alike(chain: Chain, cluster: Cluster, rules: Rules, request: Request) -> Planned:
+    """Choose the plan where a device is as fast whatever the others do (no `Cluster.slots`)."""
+    search = Search(chain, cluster, rules, request, Table(chain, cluster, rules, request.tensor))
     search.floor_s = lower_bound(search)
     proven = False
-    everything = [setting for micro in every_micro(rows, micro_batches) for setting in orders_of(request, micro)]
+    micros = every_micro(request.rows, request.micro_batches)
+    everything = [setting for micro in micros for setting in orders_of(request, micro)]
     lines = layouts(cluster, search.table)
     plain = offer_plain(search, lines[0])
     if plans_to_try(search, everything) <= MOST_PLANS and rows_searched_whole(request):

@@ -107,8 +107,8 @@ def machines_of(facts: Sequence[Data]) -> list[int]:
 def describe_cluster(facts: Sequence[Data], measured: Measured) -> Cluster:
     """Make a cluster of what each rank is and what was measured; ranks of a machine share its memory.
 
-    GPUs that several ranks share are shared in equal parts; so are a machine's cores, which makes its
-    ranks slower where together they have more threads than it has cores.
+    Ranks that share GPUs, or have more threads together than their machine has cores, cannot all compute at
+    full speed at once (`Cluster.slots`); the memory of a GPU that several share is given in equal parts.
     """
     machines = machines_of(facts)
     places = [(fact["machine"], fact["gpu"]) for fact in facts]
@@ -117,16 +117,32 @@ def describe_cluster(facts: Sequence[Data], measured: Measured) -> Cluster:
             machine,
             fact["kind"],
             None if fact["memory_bytes"] is None else fact["memory_bytes"] // places.count(place),
-            speed_of(fact, places.count(place)),
+            speed_of(fact),
         )
         for machine, fact, place in zip(machines, facts, places, strict=True)
     )
-    intra = tuple(measured.intra.get(machine) for machine in range(max(machines) + 1))
-    return Cluster(devices, Links(intra, measured.inter), where="ranks")
+    numbers = range(max(machines) + 1)
+    intra = tuple(measured.intra.get(machine) for machine in numbers)
+    slots = tuple(
+        slots_of([fact for fact, at in zip(facts, machines, strict=True) if at == number]) for number in numbers
+    )
+    return Cluster(devices, Links(intra, measured.inter), where="ranks", slots=slots if any(slots) else ())
 
 
-def speed_of(fact: Data, ranks: int) -> float:
-    """Return the part of its thread's time that a rank gets when all `ranks` of its machine compute at once."""
+def speed_of(fact: Data) -> float:
+    """Return the part of its threads' time that a rank gets when it computes alone."""
     if fact["gpu"] or not fact.get("cores"):
         return 1.0
-    return min(1.0, float(fact["cores"]) / (ranks * float(fact["threads"])))
+    return min(1.0, float(fact["cores"]) / float(fact["threads"]))
+
+
+def slots_of(facts: Sequence[Data]) -> float | None:
+    """Return how many ranks of a machine compute at once as fast as alone; `None` where all do."""
+    gpus = {fact["gpu"] for fact in facts}
+    if all(gpus):
+        slots = float(len(gpus))
+    elif all(fact.get("cores") for fact in facts):
+        slots = max(fact["cores"] for fact in facts) / max(fact["threads"] for fact in facts)
+    else:
+        return None
+    return max(slots, 1.0) if slots < len(facts) else None

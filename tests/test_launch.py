@@ -216,13 +216,21 @@ def test_ranks_of_a_machine_share_its_memory_and_sharers_of_a_gpu_share_that() -
     assert machines_of([facts("b"), facts("a"), facts("b")]) == [0, 1, 0]
 
 
-def test_ranks_with_more_threads_than_their_machine_has_cores_are_slower() -> None:
+def test_ranks_with_more_threads_than_their_machine_has_cores_share_slots() -> None:
     busy = facts("a") | {"cores": 2, "threads": 1}
-    assert [device.speed for device in describe_cluster([busy] * 4, Measured({0: LINK}, None)).devices] == [0.5] * 4
-    assert describe_cluster([busy] * 2, Measured({0: LINK}, None)).devices[0].speed == 1
+    four = describe_cluster([busy] * 4, Measured({0: LINK}, None))
+    assert four.slots == (2.0,) and four.crowded and {device.speed for device in four.devices} == {1.0}
+    two = describe_cluster([busy] * 2, Measured({0: LINK}, None))
+    assert two.slots == () and not two.crowded
     threaded = facts("a") | {"cores": 2, "threads": 4}
     assert describe_cluster([threaded], Measured({}, None)).devices[0].speed == 0.5
-    assert describe_cluster([facts("a", "g0")] * 2, Measured({0: LINK}, None)).devices[0].speed == 1
+    pair = describe_cluster([threaded] * 2, Measured({0: LINK}, None))
+    assert pair.slots == (1.0,) and {device.speed for device in pair.devices} == {0.5}
+    shared = describe_cluster([facts("a", "g0")] * 2, Measured({0: LINK}, None))
+    assert shared.slots == (1.0,) and shared.devices[0].speed == 1
+    assert describe_cluster([facts("a", "g0"), facts("a", "g1")], Measured({0: LINK}, None)).slots == ()
+    mixed = describe_cluster([busy, busy, facts("b"), busy], Measured({0: LINK}, LINK))
+    assert mixed.slots == (2.0, None) and mixed.crowded
 
 
 def test_the_transport_suits_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from efftra_fx import Cluster, compile
 from efftra_fx.api import CompiledModel
-from efftra_fx.passes import measure, measure_widths
-from efftra_fx.passes.measure import block_graphs
+from efftra_fx.passes import measure_widths, time_blocks
+from efftra_fx.passes.block_graphs import block_graphs
 from efftra_fx.passes.measure_widths import cut_block
 from efftra_fx.passes.shard_cost import width_costs
 
@@ -51,14 +51,16 @@ def test_blocks_are_timed_as_one_rank_computes_them_once_for_equal_ones(
 ) -> None:
     monkeypatch.setenv("EFFTRA_FX_CACHE", str(tmp_path))
     timed: list[list[tuple[int, ...]]] = []
-    honest = measure._time
+    honest = time_blocks.time_run
 
-    def spying(graph: Any, code: Any, example: Any, rows: int, *rest: Any) -> Any:
-        if isinstance(code, measure_widths._Alone):
-            timed.append([tuple(example(role, rows).shape) for role in graph.stage.roles if role.kind == "parameter"])
-        return honest(graph, code, example, rows, *rest)
+    def spying(run: Any, rows: int, *rest: Any) -> Any:
+        for item in run:
+            if isinstance(item.make(rows), measure_widths._Alone):
+                roles = [role for role in item.graph.stage.roles if role.kind == "parameter"]
+                timed.append([tuple(item.example(role, rows).shape) for role in roles])
+        return honest(run, rows, *rest)
 
-    monkeypatch.setattr(measure, "_time", spying)
+    monkeypatch.setattr(time_blocks, "time_run", spying)
     made = program(tensor=(2,), micro_batches=2)
     shapes = {shape for shapes in timed for shape in shapes}
     assert {(129, 64), (64, 129)} <= shapes and not shapes & {(257, 64), (64, 257)}
@@ -75,7 +77,7 @@ def test_nothing_is_timed_where_costs_are_estimated_or_no_width_can_be_chosen(mo
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("timed")
 
-    monkeypatch.setattr(measure_widths, "time_block", never)
+    monkeypatch.setattr(measure_widths, "time_blocks", never)
     program("estimated", tensor=(2,), micro_batches=2)
     program(count=1, tensor=(2,), replicas=(1,), micro_batches=2)
     program(count=1, cuts=("down.0",))
