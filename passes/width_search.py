@@ -23,7 +23,7 @@ from efftra_fx.cluster import Cluster, Link
 from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError
 
-from .partition import Planned
+from .planned import Planned
 from .shard_bound import bounded
 from .shard_cost import with_tensor
 

@@ -14,7 +14,7 @@ from torch import nn
 from efftra_fx import Cluster, Link, compile
 from efftra_fx.api import CompiledModel
 from efftra_fx.cluster import Links
-from efftra_fx.passes import measure, measure_widths, shard_cost
+from efftra_fx.passes import measure_widths, shard_cost
 from efftra_fx.passes.width_search import possible_widths
 
 
@@ -46,13 +46,13 @@ def test_what_loses_by_its_bound_is_not_worked_out(monkeypatch: pytest.MonkeyPat
 def test_only_widths_that_would_win_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EFFTRA_FX_CACHE", str(tmp_path))
     timed: list[str] = []
-    honest = measure.time_block
+    honest = time_blocks.time_blocks
 
-    def spying(graph: Any, make: Any, example: Any, name: str, *rest: Any) -> Any:
-        timed.append(name)
-        return honest(graph, make, example, name, *rest)
+    def spying(items: Any, *rest: Any) -> Any:
+        timed.extend(item.name for item in items)
+        return honest(items, *rest)
 
-    monkeypatch.setattr(measure_widths, "time_block", spying)
+    monkeypatch.setattr(measure_widths, "time_blocks", spying)
     local = Cluster.local(2)
     crawling = replace(local, links=Links((Link(1.0, 1.0),)))
     slow = planned(Link(1.0), cluster=crawling, costs="measured")
