@@ -14,7 +14,7 @@ from torch import nn
 from efftra_fx import Cluster, Link, compile
 from efftra_fx.api import CompiledModel
 from efftra_fx.cluster import Links
-from efftra_fx.passes import measure_widths, shard_cost
+from efftra_fx.passes import measure_widths, shard_cost, time_blocks
 from efftra_fx.passes.width_search import possible_widths
 
 
