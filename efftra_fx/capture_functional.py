@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from efftra_fx.private import changes_shape_in_place, functional_rules, storage_of, takes_part, trace_functional
+from efftra_fx.private import (
+    batches_inside,
+    changes_shape_in_place,
+    functional_rules,
+    storage_of,
+    takes_part,
+    trace_functional,
+)
 
 aten = torch.ops.aten
 _PLACES = ("nn_module_stack", "stack_trace")
@@ -48,7 +55,8 @@ def functional(gm: fx.GraphModule) -> Functional:
     """
     with ExitStack() as stack:
         rules = _Once(lambda: stack.enter_context(functional_rules({n.target for n in gm.graph.nodes})))
-        if not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):  # it casts where a graph is traced
+        casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))  # where a graph is traced
+        if not casts and not any(batches_inside(n.target) for n in gm.graph.nodes):
             with suppress(_WrittenThroughViewError):
                 return _Rewrite(gm, rules).result()
         rules()

@@ -7,6 +7,9 @@ captured graph would keep as it was. The same average, with the number as a tens
 
 `InstanceNorm` with running statistics writes them through an alias that an exporter loses. They are
 averages of the means over rows.
+
+`SyncBatchNorm` exchanges statistics by itself, wherever it is called. In a captured step it is a batch norm
+whose statistics are those of all replicas.
 """
 
 from __future__ import annotations
@@ -20,18 +23,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from efftra_fx.errors import CaptureError
+
+def syncs_norms(*models: nn.Module) -> bool:
+    """Say whether a model has a norm that wants the statistics of all replicas."""
+    return any(isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules())
 
 
-def refuse_syncing_norms(*models: nn.Module) -> None:
-    """Raise CaptureError for norms that talk to other processes themselves, which a captured step must not."""
-    for model in models:
-        for path, module in model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise CaptureError(
-                    f"module '{path}' is a SyncBatchNorm, which exchanges statistics between processes by itself; use "
-                    "BatchNorm1d, BatchNorm2d or BatchNorm3d in its place, and compile(..., batch_norm='synced')"
-                )
+@contextmanager
+def norms_of_one_device() -> Iterator[None]:
+    """While this lasts, `SyncBatchNorm` does not talk to other processes: it is what it is on one device.
+
+    What a captured step exchanges between replicas is the plan's business.
+    """
+    original: Any = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = lambda self, input: _BatchNorm.forward(self, input)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -73,4 +82,4 @@ def averages_of_all_batches() -> Iterator[None]:
         _InstanceNorm._apply_instance_norm = alone  # type: ignore[method-assign]
 
 
-__all__ = ["averages_of_all_batches", "refuse_syncing_norms"]
+__all__ = ["averages_of_all_batches", "norms_of_one_device", "syncs_norms"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.capture_norms import norms_of_one_device
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import hooked
 from efftra_fx.meta import PATH, ROLE
@@ -75,7 +76,7 @@ def one_device_step(
     before = [tensor.detach().clone() for tensor in own]
     try:
         model.load_state_dict(dict(state), strict=False)
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng(), torch.enable_grad(), norms_of_one_device():
             torch.manual_seed(seed)
             begin = time.perf_counter()
             args, kwargs, target = call.rebuild(tensors)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.capture_norms import refuse_syncing_norms
+from efftra_fx.capture_norms import syncs_norms
+from efftra_fx.capture_refused import refuse_scripted
 from efftra_fx.captured_step import capture_step
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain, CostTable
@@ -245,7 +246,9 @@ def front_end(
     """Capture a step unless it is given, check it against eager, prove how it follows the batch, and fold it."""
     models = (model, options.loss_fn) if isinstance(options.loss_fn, nn.Module) else (model,)
     check_hooks(*models)
-    refuse_syncing_norms(*models)
+    refuse_scripted(*models)
+    if options.batch_norm == "local" and syncs_norms(*models):
+        options = replace(options, batch_norm="synced")
     given = tensors
     rows, dims = find_batch(call, tensors, options.batch_dims)
     small = proof_inputs(tensors, dims, rows)

@@ -145,6 +145,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def batches_inside(target: Any) -> bool:
+    """Tell whether a node of an exported graph begins or ends a `torch.vmap`, whose operators see one row alone."""
+    return getattr(target, "__module__", None) == "torch._functorch.predispatch"
+
+
 @functools.cache
 def takes_part(target: Any) -> bool:
     """Tell whether a node of an exported graph writes, or stands for other operators, so that it cannot be copied."""

@@ -35,9 +35,10 @@ from efftra_fx.capture_guards import (
 )
 from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_normal import make_normal
-from efftra_fx.capture_norms import averages_of_all_batches
+from efftra_fx.capture_norms import averages_of_all_batches, norms_of_one_device
 from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
 from efftra_fx.capture_packed import sequences_kept_padded
+from efftra_fx.capture_refused import own_chance_refused
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError, EfftraError, LossError
 from efftra_fx.held_buffers import HeldBuffers, assignments_written_back
@@ -280,6 +281,8 @@ class _Attempt:
             stack.enter_context(functions_kept_whole())
             stack.enter_context(alignments_kept_whole())
             stack.enter_context(averages_of_all_batches())
+            stack.enter_context(norms_of_one_device())
+            stack.enter_context(own_chance_refused())
             stack.enter_context(checkpoints_inline())
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(padding_zeroed(self.want == "loss"))
@@ -436,7 +439,11 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
     """Run the model without gradients; buffers and random state are afterwards as they were."""
     held = HeldBuffers(attempt.model)
     try:
-        with torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss"), sequences_kept_padded():
+        with ExitStack() as stack:
+            for one in (torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss")):
+                stack.enter_context(one)
+            stack.enter_context(sequences_kept_padded())
+            stack.enter_context(norms_of_one_device())
             yield
     finally:
         held.restore()
@@ -473,7 +480,7 @@ def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
     function = attempt.loss_fn
     assert function is not None
     try:
-        with torch.random.fork_rng(), torch.no_grad(), _own_code(attempt):
+        with torch.random.fork_rng(), torch.no_grad(), norms_of_one_device(), _own_code(attempt):
             args, kwargs, target = attempt.call.rebuild([t.clone() for t in attempt.tensors])
             output, has_target = attempt.model(*args, **kwargs), attempt.call.has_target
             return dtype_of_loss(function, lambda: loss_of(output, function, target, has_target))

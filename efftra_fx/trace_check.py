@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from efftra_fx.capture_checkpoints import checkpoints_inline
+from efftra_fx.capture_norms import norms_of_one_device
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
@@ -62,7 +63,7 @@ class _Eager:
         call, held = self.captured.call, HeldBuffers(*self.modules)
         try:
             noting = record.on() if record else nullcontext()
-            with torch.random.fork_rng(), torch.enable_grad(), checkpoints_inline(), noting:
+            with torch.random.fork_rng(), torch.enable_grad(), checkpoints_inline(), norms_of_one_device(), noting:
                 torch.manual_seed(0)
                 args, kwargs, target = call.rebuild([t.clone() for t in self.inputs])
                 loss = loss_of(self.model(*args, **kwargs), self.loss_fn, target, call.has_target)
@@ -77,7 +78,8 @@ class _Eager:
         """Return the leaves of the output; leave buffers and the state of random numbers as they were."""
         held = HeldBuffers(*self.modules)
         try:
-            with torch.random.fork_rng(), torch.no_grad(), record.on() if record else nullcontext():
+            noting = record.on() if record else nullcontext()
+            with torch.random.fork_rng(), torch.no_grad(), norms_of_one_device(), noting:
                 torch.manual_seed(0)
                 args, kwargs, _ = self.captured.call.rebuild([t.clone() for t in self.inputs])
                 return [leaf for _, leaf in take_apart(self.model(*args, **kwargs))[0]]

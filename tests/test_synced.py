@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import cross_entropy
 
 from efftra_fx import Cluster, CompiledModel, Link, compile
-from efftra_fx.errors import BatchError, CaptureError, DeadlockError, HeaderError, PlanError, ReduceOrderError
+from efftra_fx.errors import BatchError, DeadlockError, HeaderError, PlanError, ReduceOrderError
 from efftra_fx.passes.comm import operands_of
 from efftra_fx.passes.differentiate import differentiate
 from efftra_fx.passes.shard_segments import Segments, run_together
@@ -317,10 +317,13 @@ def test_the_planner_pays_for_exchanges(batch_norm: str, replicas: tuple[int, ..
 
 
 def train_here(kind: str, layouts: tuple[tuple[tuple[int, ...], int], ...]) -> list[dict[str, Tensor]]:
-    """On a rank of its own: take three steps by each plan from the first weights; return the states."""
+    """On a rank of its own: take three steps by each plan from the first weights; return the states.
+
+    The norms are such as sync by themselves, and would refuse to on CPUs.
+    """
     torch.set_num_threads(1)
     norm, x = KINDS[kind]
-    model = net(copy.deepcopy(norm), x.ndim - 2)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net(copy.deepcopy(norm), x.ndim - 2))
     with torch.no_grad():
         model.eval()(x)
     model.train()
@@ -331,7 +334,7 @@ def train_here(kind: str, layouts: tuple[tuple[tuple[int, ...], int], ...]) -> l
         "costs": "estimated",
         "timeout": 60.0,
     }
-    program = compile(model, Cluster.from_env(), example_inputs=(x,), stages=1, batch_norm="synced", **options)
+    program = compile(model, Cluster.from_env(), example_inputs=(x,), stages=1, **options)
     states = []
     for replicas, micro_batches in layouts:
         program = program.with_plan(lay_out(program.plan.blocks, replicas, micro_batches))
@@ -365,7 +368,13 @@ def test_ranks_of_their_own_train_with_synced_statistics_as_one_device() -> None
             assert_close(twin.state_dict(), state, 1e-8, "value")
 
 
-def test_a_norm_that_syncs_by_itself_is_refused_with_what_to_use() -> None:
+def test_norms_that_sync_by_themselves_are_synced_unless_another_way_is_asked_for() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(CaptureError, match=r"module '1' is a SyncBatchNorm.* batch_norm='synced'"):
-        compile(model, Cluster.local(2), example_inputs=(torch.randn(6, 4),), loss_fn=lambda y: y.sum())
+    forward, x = nn.SyncBatchNorm.forward, torch.randn(6, 4)
+    ways: tuple[tuple[dict[str, Any], str], ...] = (({}, "synced"), ({"batch_norm": "exact"}, "exact"))
+    for options, expected in ways:
+        program = compile(
+            model, Cluster.local(2), example_inputs=(x,), loss_fn=lambda y: y.sum(), costs="estimated", **options
+        )
+        assert program.built.front.statistics == expected
+    assert nn.SyncBatchNorm.forward is forward
