@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.alike import same_capture, same_start
 from efftra_fx.build import (
     Built,
     agreed_plan,
@@ -64,7 +66,6 @@ from efftra_fx.state import (
     held_parameters,
     owned,
     refresh_copies,
-    same_start,
     share,
     take_state,
     whole_gradients,
@@ -72,6 +73,7 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.trace import LossFn, surroundings_of
+from efftra_fx.turns import begin_turns, named_tensors, take_turn
 from efftra_fx.variants import (
     MOST_VARIANTS,
     NotCaptured,
@@ -201,6 +203,7 @@ class CompiledModel:
         self._traces = Traces()
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, list[Evaluation]] = {}
+        self._number = next(_NUMBERS)
 
     @cached_property
     def world(self) -> World:
@@ -232,6 +235,7 @@ class CompiledModel:
         if world is not None:
             self._prepare(front.rows)
             _LATEST[self.model] = weakref.ref(self)
+            begin_turns(self._number, self._built, world)
         if self.dump_folder is not None and (world is None or world.first):
             self.dump(self.dump_folder)
         if world is None or world.first:
@@ -248,9 +252,14 @@ class CompiledModel:
         before = latest() if latest is not None else None
         if before is not None and before.world.size > 1 and len(before.world.transports) == 1:
             self.model.load_state_dict(before.state_dict())
+        self._take_turn(world)
         different = same_start(self.model, self.options.loss_fn, world)
         if different is not None and world.first:
             print(f"efftra_fx: ranks held different weights ('{different}'); all start from rank 0's", file=sys.stderr)
+
+    def _take_turn(self, world: World) -> None:
+        """Take over what other programs over the same tensors wrote; a collective call."""
+        take_turn(self._number, named_tensors(self.model, self.options.loss_fn), world)
 
     def _front(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, world: World | None) -> Front:
         problem: EfftraError | None = None
@@ -265,6 +274,8 @@ class CompiledModel:
         if front is None:
             assert problem is not None
             raise problem
+        if world is not None:
+            same_capture(front, self.options, world)
         return front
 
     def _prepare(self, rows: int, form: int = 0) -> dict[int, Executor]:
@@ -317,6 +328,7 @@ class CompiledModel:
         if self._built is None:
             self.build(args, kwargs, target)
         form, batch = self._batch(args, kwargs, target)
+        self._take_turn(self.world)
         front, back = self._forms[form].front, self._forms[form].back
         seed = self._seed(front.alone is not None or front.tail.random, back.random)
         results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
@@ -382,6 +394,7 @@ class CompiledModel:
             problem = error
         self.world.agree(problem, self.calls)
         assert built is not None
+        same_capture(built.front, self.options, self.world)
         while self._traces.notes:
             note = self._traces.notes.pop(0)
             if self.world.first:
@@ -479,6 +492,7 @@ class CompiledModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state under the model's own names, the same on every rank; a collective call."""
+        self._take_turn(self.world)
         return whole_state(self.built, self.world, self.model, self.options.loss_fn)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -515,6 +529,7 @@ class CompiledModel:
         if evaluation is None or batch is None:
             assert problem is not None
             raise problem
+        self._take_turn(self.world)
         refresh_copies(self.built)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
@@ -630,6 +645,7 @@ class CompiledModel:
         other._built = place(front, back, chain, planned, world, other.report, codes, backend=backend)
         if world is not None:
             _LATEST[self.model] = weakref.ref(other)
+            begin_turns(other._number, other._built, world)
         return other
 
     @property
@@ -663,6 +679,7 @@ class CompiledModel:
         write_dumps(directory, texts)
 
 
+_NUMBERS = itertools.count()
 _LATEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledModel]] = weakref.WeakKeyDictionary()
 
 

@@ -205,39 +205,6 @@ def refresh_copies(built: Built) -> None:
                     tensor.copy_(source)
 
 
-def same_start(model: nn.Module, loss_fn: Any, world: World) -> str | None:
-    """Give every rank rank 0's weights and buffers where they differ; a collective call.
-
-    Returns the name of the first tensor that differed, None where all were alike.
-    """
-    if len(world.transports) > 1 or world.size == 1:
-        return None
-    named: list[tuple[str, Tensor]] = [*all_parameters(model, loss_fn), *model.named_buffers()]
-    sums = [_fingerprint(tensor) for _, tensor in named]
-    everyone = world.gather(sums)
-    names = [name for name, _ in named]
-    different = [k for k in range(len(names)) if len({str(one[k]) for one in everyone}) > 1]
-    if not different:
-        return None
-    items = [Owned(names[k], 0, tuple(named[k][1].shape), named[k][1].dtype) for k in different]
-    mine = {names[k]: named[k][1] for k in different} if world.first else {}
-    fresh = world.run(lambda transport: share_tensors(transport, items, mine))[0]
-    with torch.no_grad():
-        for k in different:
-            named[k][1].copy_(fresh[names[k]])
-    return names[different[0]]
-
-
-def _fingerprint(tensor: Tensor) -> list[float]:
-    """Return two numbers that differ where tensors differ, but for rare accidents."""
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat.to(torch.float64)
-    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
-    return [float(flat.sum()), float((flat * weights).sum())]
-
-
 def clip_gradients(
     parameters: Sequence[tuple[str, nn.Parameter]],
     counted: set[str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -580,6 +581,62 @@ def test_what_one_rank_gives_wrong_all_ranks_refuse_and_then_go_on() -> None:
         assert "has 0 rows, expected at least 1" in said[3]
         assert said[4].startswith("loss ")
     assert outcomes[0][4] == outcomes[1][4]
+
+
+class Noisy(nn.Module):
+    """Two layers and some noise; the parts may be given."""
+
+    def __init__(self, rate: float = 0.1, act: Any = torch.tanh, width: int = 4) -> None:
+        super().__init__()
+        self.one, self.drop, self.two, self.act = nn.Linear(4, width), nn.Dropout(rate), nn.Linear(width, 3), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.two(self.drop(self.act(self.one(x))))
+        return result
+
+
+def compile_apart() -> list[str]:
+    """Compile other models, modes and options on rank 1."""
+    torch.set_num_threads(1)
+    cluster, odd = Cluster.from_env(), os.environ["RANK"] == "1"
+    said = []
+    for model, options in (
+        (Noisy(width=5 if odd else 4), {}),
+        (Noisy(act=torch.relu if odd else torch.tanh), {}),
+        (Noisy(rate=0.5 if odd else 0.1), {}),
+        (Noisy().train(not odd), {}),
+        (Noisy().requires_grad_(True), {"rng": "layout_free" if odd else "plan"}),
+        (Noisy(), {"loss_fn": F.l1_loss if odd else F.mse_loss}),
+        (Noisy(), {}),
+    ):
+        given: dict[str, Any] = {"loss_fn": F.mse_loss, "costs": "estimated", "stages": 2, **options}
+        try:
+            program = compile(
+                model, cluster, example_inputs=(torch.ones(8, 4),), example_target=torch.ones(8, 3), **given
+            )
+            said.append(f"loss {float(program.step(torch.ones(8, 4), target=torch.ones(8, 3))):.6f}")
+        except EfftraError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_ranks_with_other_models_modes_or_options_are_told_the_first_difference() -> None:
+    mine, others = run_ranks(compile_apart, 2, limit_s=120.0)
+    assert mine == others
+    for words, found in zip(
+        (
+            "have different models: rank 0 has 'one.weight: float32 [4, 4]', rank 1 has 'one.weight: float32 [5, 4]'",
+            "captured different steps: rank 0 has 'tanh = tanh.default(",
+            "native_dropout.default(tanh, 0.1, True)",
+            "native_dropout.default(tanh, 0.1, True)",
+            "rank 0 has 'rng='plan'', rank 1 has 'rng='layout_free''; give every rank the same model",
+            "mse_loss",
+            "loss ",
+        ),
+        mine,
+        strict=True,
+    ):
+        assert words in found, found
 
 
 def fail_here(where: str) -> None:
