@@ -75,6 +75,7 @@ from efftra_fx.state import (
 from efftra_fx.trace import LossFn, surroundings_of
 from efftra_fx.turns import begin_turns, named_tensors, take_turn
 from efftra_fx.variants import (
+    MANY_VARIANTS,
     MOST_VARIANTS,
     NotCaptured,
     agree_on_batch,
@@ -82,6 +83,7 @@ from efftra_fx.variants import (
     choose,
     describe_batch,
     lay_out,
+    note_of_many,
     refuse_replaced,
 )
 from efftra_fx.varying import Traces
@@ -201,6 +203,8 @@ class CompiledModel:
         self._known_parameters: tuple[Built, dict[str, nn.Parameter]] | None = None
         self._variants: list[Built] = []  # the same step for batches of other forms
         self._traces = Traces()
+        self._met: dict[str, int] = {}  # the form that a batch of this description had last
+        self._forms_s = 0.0
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, list[Evaluation]] = {}
         self._number = next(_NUMBERS)
@@ -231,6 +235,7 @@ class CompiledModel:
         self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
         self._variants.clear()
         self._traces = Traces()
+        self._met.clear()
         self._executors.clear()
         if world is not None:
             self._prepare(front.rows)
@@ -367,19 +372,22 @@ class CompiledModel:
         world = self.world
         problem: EfftraError | None = None
         found: tuple[Call, tuple[Tensor, ...]] | None = None
-        form, new = -1, ""
+        form, new, described = -1, "", ""
         try:
             found = call, tensors = read_call(self.model.forward, args, kwargs, target)
-            form = choose(self._forms, self.model, call, tensors, next(iter(self.built.tensors.values())).buffers)
+            described = describe_batch(*found)
+            buffers = next(iter(self.built.tensors.values())).buffers
+            form = choose(self._forms, self.model, call, tensors, buffers, self._met.get(described, 0))
         except NotCaptured as error:
             new = str(error)
         except EfftraError as error:
             problem = error
         self.calls += 1
-        agree_on_batch(world, problem, self.calls, describe_batch(*found) if found is not None else "", form)
+        agree_on_batch(world, problem, self.calls, described, form)
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)
+        self._met[described] = form
         front = self._forms[form].front
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
 
@@ -387,6 +395,7 @@ class CompiledModel:
         """Capture the step for a new form of batch, and lay it out on the tensors that are held; a collective call."""
         problem: EfftraError | None = None
         built: Built | None = None
+        begin = time.perf_counter()
         try:
             front = capture_again(self.model, self._forms, self._traces, call, tensors, self.options, reason)
             built = lay_out(self.built, front, self.world, self.options.backend)
@@ -395,12 +404,16 @@ class CompiledModel:
         self.world.agree(problem, self.calls)
         assert built is not None
         same_capture(built.front, self.options, self.world)
+        self._forms_s += time.perf_counter() - begin
+        if len(self._variants) == MANY_VARIANTS:
+            self._traces.notes.append(note_of_many(MANY_VARIANTS, self._forms_s))
         while self._traces.notes:
             note = self._traces.notes.pop(0)
             if self.world.first:
                 print(f"efftra_fx: {note}", file=sys.stderr)
         if len(self._variants) == MOST_VARIANTS:
             self._variants.clear()
+            self._met.clear()
             self._executors = {key: value for key, value in self._executors.items() if key[0] == 0}
         self._variants.append(built)
         return len(self._variants)
@@ -538,6 +551,8 @@ class CompiledModel:
     def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
         shapes = [[size for d, size in enumerate(t.shape) if d] for t in tensors]
         key = repr((call.leaves, shapes, [str(t.dtype) for t in tensors], surroundings_of(self.model)))
+        if key not in self._evaluations and len(self._evaluations) >= MOST_VARIANTS:
+            self._evaluations.clear()
         forms = self._evaluations.setdefault(key, [])
         named = dict(zip(call.tensor_names, tensors, strict=True))
         buffers = next(iter(self.built.tensors.values())).buffers

@@ -24,18 +24,28 @@ from efftra_fx.trace import flags_of
 from efftra_fx.varying import Form, Traces, named_state, specialise
 from efftra_fx.world import World
 
-MOST_VARIANTS = 32
+MOST_VARIANTS = 256
+MANY_VARIANTS = 16  # worth a word
 _MOST_ANSWERS = 8
 
 
 def choose(
-    variants: Sequence[Built], model: nn.Module, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
+    variants: Sequence[Built],
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    buffers: Mapping[str, Tensor],
+    likely: int = 0,
 ) -> int:
-    """Return which variant a batch is for; raises NotCaptured where it is a new form, InputError where it is wrong."""
+    """Return which variant a batch is for, the `likely` one looked at first.
+
+    Raises NotCaptured where it is a new form, InputError where it is wrong.
+    """
     refuse_replaced(variants[0].front)
     refuse_wrong(variants[0].front, call, tensors)
     reason, branches, flags = "", 0, flags_of(model)
-    for index, built in enumerate(variants):
+    for index in sorted(range(len(variants)), key=lambda index: index != likely):
+        built = variants[index]
         try:
             check_inputs(built.front, call, tensors)
         except InputError as error:
@@ -205,6 +215,14 @@ def _stages_of_blocks(front: Front, owners: Mapping[str, tuple[int, ...]], block
         current = later[0]
         places.append(current)
     return places
+
+
+def note_of_many(count: int, seconds: float) -> str:
+    """Say what ever new forms of batch cost."""
+    return (
+        f"{count} forms of batch have been met, and capturing them took {seconds:.0f} s; each new length costs as "
+        "much again, so pad batches to few lengths (multiples of 8 or 32, say)"
+    )
 
 
 def describe_batch(call: Call, tensors: Sequence[Tensor]) -> str:

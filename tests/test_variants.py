@@ -11,10 +11,13 @@ from against_eager import assert_same, compiled, one_device, step
 from habits import ROWS, Branches, Habit, Net, classes, cross_entropy, features
 from torch import Tensor, nn
 
+import efftra_fx.api
 import efftra_fx.captured_step
 import efftra_fx.varying
 from efftra_fx import CompiledModel
 from efftra_fx.errors import InputError
+from efftra_fx.signature import read_call
+from efftra_fx.variants import choose
 
 
 class Mixer(nn.Module):
@@ -238,3 +241,29 @@ def test_a_model_that_is_switched_after_compiling_is_captured_again() -> None:
     model[1].eval()
     model[0].requires_grad_(True)
     assert_same(step(program, habit), one_device(habit), 1e-9)
+
+
+def test_many_lengths_are_told_once_and_more_than_are_kept_still_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(efftra_fx.api, "MANY_VARIANTS", 2)
+    monkeypatch.setattr(efftra_fx.api, "MOST_VARIANTS", 3)
+    model = Mixer()
+    program = program_of(model, 5)
+    holds_for(model, program, 3, 6, 7, 8, 3, 5, 8, 8)
+    assert len(program._variants) == 2  # 8 and 3: the others were let go when 8 came
+    told = "2 forms of batch have been met, and capturing them took"
+    assert capsys.readouterr().err.count(told) == 1
+    met = len(program._evaluations)
+    for length in (3, 4, 5, 6):
+        assert program.evaluate(tokens(length)[0][0]).shape == (4 * length, 9)
+    assert met == 0 and len(program._evaluations) == 1
+
+
+def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Module, CompiledModel]) -> None:
+    _, program = mixer
+    args, _, target = tokens(5)
+    call, tensors = read_call(program.model.forward, args, {}, target)
+    buffers = next(iter(program.built.tensors.values())).buffers
+    forms = [program.built] * 3
+    assert [choose(forms, program.model, call, tensors, buffers, likely) for likely in (0, 2, 7)] == [0, 2, 0]
