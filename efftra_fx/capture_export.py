@@ -101,10 +101,13 @@ def _module_of_constant(error: BaseException) -> tuple[str, ...]:
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
+_NOT_FOLLOWED = ("fake tensor in the exported program", "BatchedTensorImpl", "object has no attribute 'constant'")
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
-    if "fake tensor in the exported program" in text:
-        return "it computes with tensors that a tracer cannot follow, as torch.func.vmap, autograd.grad and .data do"
+    if any(one in text for one in _NOT_FOLLOWED):
+        return "it computes with tensors that a tracer cannot follow, as torch.func, autograd.grad and .data do"
     return text.splitlines()[0]
 
 

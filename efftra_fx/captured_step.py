@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from efftra_fx.errors import CaptureError
 from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call
-from efftra_fx.trace import Captured, LossFn, capture
+from efftra_fx.trace import Captured, LossFn, WritesParametersError, capture
 from efftra_fx.trace_check import check_capture, on_few_or_all
 
 
@@ -66,6 +66,8 @@ def capture_step(
         return captured(as_it_is)
     try:
         return captured("")
+    except WritesParametersError as error:
+        raise CaptureError(str(error)) from error
     except CaptureError as error:
         if loss_fn is None:
             raise

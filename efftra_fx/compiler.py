@@ -409,9 +409,10 @@ def _buffer_notes(gm: fx.GraphModule, counters: frozenset[str], norms: Sequence[
     if not names:
         return ()
     return (
-        f"buffers {', '.join(names)} are written by each part of the batch in order, as if one device ran the parts, "
-        "and are the mean of the replicas' own (the first replica's where they are whole numbers); for what one device "
-        "with the whole batch writes use micro_batches=1 and one replica",
+        f"buffers {', '.join(names)} are written by each part of the batch in order, as if one device ran the parts "
+        "(a part that reads one reads what the parts before it wrote), and are the mean of the replicas' own (the "
+        "first replica's where they are whole numbers); for what one device with the whole batch writes use "
+        "micro_batches=1 and one replica",
     )
 
 

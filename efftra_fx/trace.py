@@ -46,8 +46,13 @@ from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
 from efftra_fx.places import is_user_file, line_of_error
 from efftra_fx.python_state import PythonUse
 from efftra_fx.signature import Call, distinct
+from efftra_fx.walks import ancestors
 
 LossFn = Callable[..., Any]
+
+
+class WritesParametersError(CaptureError):
+    """Raise where forward writes parameters, which no other way of capturing it would mend."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +391,7 @@ def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
         try:
             attempt.answers, attempt.watches = _run_for_real(attempt, {path: modules[path] for path in attempt.opaque})
         except CaptureError as error:
-            if first.reason == AsksValuesError.reason:
+            if first.reason == AsksValuesError.reason or isinstance(error, WritesParametersError):
                 raise
             raise CaptureError(f"{first}; nor can parts of it run as they are: {error}") from error
         try:
@@ -436,8 +441,12 @@ def _eager(attempt: _Attempt) -> _Step:
 
 @contextmanager
 def _state_kept(attempt: _Attempt) -> Iterator[None]:
-    """Run the model without gradients; buffers and random state are afterwards as they were."""
+    """Run the model without gradients; parameters, buffers and random state are afterwards as they were.
+
+    Raises CaptureError where it writes parameters, also where autograd does not see it (through `.data`).
+    """
     held = HeldBuffers(attempt.model)
+    parameters = [(name, p, p.detach().clone()) for name, p in attempt.model.named_parameters()]
     try:
         with ExitStack() as stack:
             for one in (torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss")):
@@ -447,6 +456,17 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
             yield
     finally:
         held.restore()
+        written = [name for name, p, value in parameters if not _same_bits(p, value)]
+        with torch.no_grad():
+            for _, p, value in parameters if written else ():
+                p.copy_(value)
+    if written:
+        raise WritesParametersError(_writes_parameter(written[0]))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors are equal, NaN where the other is one too."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @contextmanager
@@ -475,19 +495,13 @@ def _own_code(attempt: _Attempt, part: str = "") -> Iterator[None]:
 
 
 def _dtype_of_loss(attempt: _Attempt) -> torch.dtype:
-    """Run the eager step on the example and return the loss's dtype; leave buffers and random state as they were."""
-    before = [(b, b.detach().clone()) for b in attempt.model.buffers()]
+    """Run the eager step on the example and return the loss's dtype; leave the model and random state as they were."""
     function = attempt.loss_fn
     assert function is not None
-    try:
-        with torch.random.fork_rng(), torch.no_grad(), norms_of_one_device(), _own_code(attempt):
-            args, kwargs, target = attempt.call.rebuild([t.clone() for t in attempt.tensors])
-            output, has_target = attempt.model(*args, **kwargs), attempt.call.has_target
-            return dtype_of_loss(function, lambda: loss_of(output, function, target, has_target))
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+    with _state_kept(attempt), _own_code(attempt):
+        args, kwargs, target = attempt.call.rebuild([t.clone() for t in attempt.tensors])
+        output, has_target = attempt.model(*args, **kwargs), attempt.call.has_target
+        return dtype_of_loss(function, lambda: loss_of(output, function, target, has_target))
 
 
 def _plain_graph(exported: Exported, step: _Step, asked: Sequence[Asked]) -> tuple[fx.GraphModule, Guards | None]:
@@ -517,7 +531,7 @@ def _plain_graph(exported: Exported, step: _Step, asked: Sequence[Asked]) -> tup
                 f"the model writes into its input '{ROLE[node].name}' in place; clone it in forward first"
             )
         if kind is InputKind.PARAMETER:
-            raise CaptureError(_writes_parameter(names.get(target, _bare(target)), value))
+            raise WritesParametersError(_writes_parameter(names.get(target, _bare(target)), value))
     _lift(gm, constants)
     make_normal(gm.graph)
     values = list(output.args[0])
@@ -536,8 +550,9 @@ def _plain_graph(exported: Exported, step: _Step, asked: Sequence[Asked]) -> tup
     return clean, guards
 
 
-def _writes_parameter(name: str, value: fx.Node) -> str:
-    lines = [line.strip() for line in (value.meta.get("stack_trace") or "").splitlines()]
+def _writes_parameter(name: str, value: fx.Node | None = None) -> str:
+    trace = "" if value is None else value.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines()]
     users = [line for line in lines if line.startswith("File") and is_user_file(line.split('"')[1])]
     place = f" at {users[-1]}" if users else ""
     return (
@@ -578,12 +593,23 @@ def _split_guards(
         line = next(one.line for node, one in zip(results[count:], asked, strict=True) if node is bound[0])
         error = AsksValuesError(
             "the model cannot be captured as a graph: it branches on, or takes a size from, a value that depends on "
-            f"{'random numbers' if depends_on_chance(bound[0]) else 'parameters'} at {line}; replace the branch by "
-            "torch.where, or put that part into a module of its own"
+            f"{_origin(bound[0])} at {line}; replace the branch by torch.where (the number by the tensor), or put that "
+            "part into a module of its own"
         )
         error.paths = _paths(bound[0])
         raise error
     return results[:count], guards
+
+
+def _origin(node: fx.Node) -> str:
+    """Say what makes a value another one at each step."""
+    if depends_on_chance(node):
+        return "random numbers"
+    roles = [ROLE[n] for n in ancestors([node]) if n.op == "placeholder"]
+    buffers = [f"'{role.name}'" for role in roles if role.kind == "buffer"]
+    if buffers and not any(role.kind == "parameter" for role in roles):
+        return f"buffer {', '.join(buffers)}, which the step itself writes,"
+    return "parameters"
 
 
 def _refuse_dynamic(gm: fx.GraphModule) -> None:

@@ -76,3 +76,52 @@ def test_vmap_over_weights_is_captured() -> None:
 
     torch.manual_seed(3)
     assert_matches(Habit(Ensemble().double(), (features(),), classes(), cross_entropy))
+
+
+class FirstBatch(nn.Module):
+    """A layer that takes shift and gain from its first batch, as flows do, where autograd does not see it."""
+
+    started: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.gain = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.started.item():
+            self.shift.data.copy_(-h.mean(0))
+            self.gain.data.copy_(1 / h.std(0))
+            self.started.fill_(True)
+        return (h + self.shift) * self.gain
+
+
+@pytest.mark.parametrize("module", ["a module", "the model"])
+def test_a_forward_that_writes_parameters_where_autograd_does_not_see_it_is_refused(module: str) -> None:
+    first = FirstBatch().double()
+    if module == "a module":
+        model = Net().double()
+        model.b = nn.Sequential(first, model.b)  # type: ignore[assignment]
+        habit = Habit(model, (features(),), classes(), cross_entropy)
+    else:
+        habit = Habit(first, (features(WIDTH),), torch.arange(7) % WIDTH, cross_entropy)
+    before = {name: value.clone() for name, value in habit.model.state_dict().items()}
+    with pytest.raises(CaptureError, match="forward writes parameter '.*shift' in place, .* write it between steps"):
+        compiled(habit, 1)
+    assert all(torch.equal(value, before[name]) for name, value in habit.model.state_dict().items())
+
+
+def test_a_branch_on_a_buffer_that_the_step_counts_up_is_refused_by_its_name() -> None:
+    class Warm(Net):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+            self.seen += 1
+            return super().forward(x * 2 if self.seen < 3 else x)
+
+    with pytest.raises(CaptureError, match=r"depends on buffer 'seen', which the step itself writes, at .*torch.where"):
+        compiled(Habit(Warm().double(), (features(),), classes(), cross_entropy), 1)
