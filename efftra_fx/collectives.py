@@ -11,6 +11,8 @@ graph, the generated code and the verifier see; a run meets the other ranks ther
     keep              itself                  rank 0's, else zeros
     share             own share               all shares together
     part              own share               own share, zeros around it
+    spread            own share, zeros        own share
+                      around it
     gather            all shares together     own share
     gather_copy       all shares together     own share of the sum
     reduce_share      own share of the sum    all shares together
@@ -311,6 +313,23 @@ def part(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     return take(x, dim, parts[rank], size)
 
 
+def spread(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
+    """Turn shares into partial sums: each with zeros around it; the gradient, which is whole, is taken in shares."""
+    ranges = parts[rank]
+    length = _length(ranges)
+    if x.shape[dim] != length:
+        return spread(x.unflatten(dim, (-1, length)), dim + 1, parts, size, rank).flatten(dim, dim + 1)
+
+    def zeros(count: int) -> list[Tensor]:
+        return [x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])] if count else []
+
+    pieces, end = [], 0
+    for a, b, at in sorted(_offsets(ranges)):
+        pieces += [*zeros(a - end), x.narrow(dim, at, b - a)]
+        end = b
+    return torch.cat([*pieces, *zeros(size - end)], dim)
+
+
 def gather(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Tensor:
     """Put the shares of all ranks together; the gradient must be whole."""
     return _Gather.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
@@ -326,4 +345,4 @@ def reduce_share(x: Tensor, dim: int, parts: Parts, size: int, rank: int) -> Ten
     return _ReduceShare.apply(x, dim, parts, size, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
-COLLECTIVE_FUNCTIONS = frozenset({copy, reduce, first, keep, share, part, gather, gather_copy, reduce_share})
+COLLECTIVE_FUNCTIONS = frozenset({copy, reduce, first, keep, share, part, spread, gather, gather_copy, reduce_share})

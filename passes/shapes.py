@@ -16,7 +16,7 @@ from efftra_fx.opaque import is_opaque
 from .insert import expression
 
 aten = torch.ops.aten
-_FREE_VIEWS = frozenset(
+FREE_VIEWS = frozenset(
     {
         aten.view.default,
         aten.reshape.default,
@@ -77,7 +77,7 @@ def _product(sizes: tuple[sympy.Expr, ...]) -> sympy.Expr:
 
 def operations(node: fx.Node) -> sympy.Expr:
     """Return the floating-point operations of a node; a multiply-add counts as two, a view as none."""
-    if node.op != "call_function" or node.target in _FREE_VIEWS:
+    if node.op != "call_function" or node.target in FREE_VIEWS:
         return sympy.Integer(0)
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):

@@ -570,9 +570,12 @@ def _stack(node: fx.Node, a: dict[str, Any]) -> Axes:
 
 @letters_of(aten.dropout.default, aten.native_dropout.default)
 def _dropout(node: fx.Node, a: dict[str, Any]) -> Axes:
-    """A cut dropout draws the whole value's mask and keeps its share; see `dropout_part`."""
+    """A cut dropout draws the whole value's mask and keeps its share; see `dropout_part`.
+
+    Partial sums may be dropped before they are added up: all ranks draw the same mask.
+    """
     names = letters("d", rank_of(a["input"]))
-    return Axes((names,), (names,) * len(results(node)))
+    return Axes((names,), (names,) * len(results(node)), linear=(frozenset({0}),))
 
 
 __all__ = [

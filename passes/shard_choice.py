@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import Tensor, fx
@@ -28,13 +29,14 @@ from efftra_fx.errors import PlanError
 from efftra_fx.meta import ROLE
 
 from .blocks import size_at
-from .shapes import elements, operations
+from .shapes import FREE_VIEWS, elements, operations
 from .shard_axes import extents, operands, results
 from .shard_candidates import Candidates, Place, place_of
 from .shard_cuts import Placement
 from .shard_rules import Strategy
 
 _ROUNDS = 3
+_HAND_ON = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})  # their gradients take nothing
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Prices:
     rows: int = 8
     operation_s: float = 5e-11
     moved_byte_s: float = 2e-10
-    summed_byte_s: float = 1e-9
+    summed_byte_s: float = 2e-9
     sum_s: float = 1e-6
     held_byte_s: float = 1.5e-9
 
@@ -87,9 +89,11 @@ def changes_of(source: Placement, target: Placement, moving: bool) -> tuple[floa
             return (SUM,) if moving else ()
         case ("whole", "cut"):
             return (SECTIONS,) if moving else ()
-        case ("whole", "partial") | ("copied", "whole") | ("copied", "cut") | ("copied", "partial"):
+        case (
+            ("whole", "partial") | ("copied", "whole") | ("copied", "cut") | ("copied", "partial") | ("cut", "partial")
+        ):
             return ()
-        case ("cut", "whole") | ("cut", "partial"):
+        case ("cut", "whole"):
             return (SECTIONS,)
         case ("cut", "copied") | ("cut", "cut"):
             return (SECTIONS, SECTIONS) if moving else (SECTIONS,)
@@ -112,7 +116,7 @@ def change_cost(place: Place, source: Placement, target: Placement, moving: bool
     """Return the seconds of a change of placement; sections are copied where they are laid together or taken apart."""
     changes = changes_of(source, target, moving)
     assert changes is not None
-    copied = 2 * sum(weight == SECTIONS for weight in changes)
+    copied = 2 * sum(weight == SECTIONS for weight in changes) + (source.kind == "cut" and target.kind == "partial")
     byte_s = sum(changes) * prices.summed_byte_s + copied * prices.moved_byte_s
     return len(changes) * prices.sum_s + value_bytes(place, prices.rows) * byte_s
 
@@ -140,6 +144,10 @@ def strategy_cost(node: fx.Node, strategy: Strategy, found: Candidates, prices: 
         value_bytes(place_of(o), prices.rows) * place.share
         for o, place in zip(operands(node), strategy.inputs, strict=True)
     )
+    if node.target in FREE_VIEWS:
+        moved = 0.0
+    elif node.target in _HAND_ON:
+        passes = 1
     number, summed = inner_exchanges(node, strategy, prices.rows, found.width)
     inner = number * prices.sum_s + summed * prices.summed_byte_s
     return passes * (work + moved * prices.moved_byte_s) + inner

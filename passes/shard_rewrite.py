@@ -126,8 +126,7 @@ class _Writer:
                 whole = self.add(copy, WHOLE, collectives.gather, *source)
                 return self.add(whole, wanted, collectives.share if moving else collectives.part, *target)
             case ("cut", "partial"):
-                whole = self.add(copy, WHOLE, collectives.gather, *source)
-                return self.add(whole, wanted, collectives.first, self.rank)
+                return self.add(copy, wanted, collectives.spread, *source)
             case ("partial", "whole"):
                 return self.add(copy, wanted, collectives.reduce)
             case ("partial", "copied"):

@@ -59,7 +59,8 @@ def base_strategies(node: fx.Node) -> list[Strategy]:
     axes = axes_of(node) if node.target not in _VIEWS else Axes(((),), ((),), linear=(frozenset({0}),))
     for group in axes.linear if axes is not None else ():
         inputs = tuple(PARTIAL if i in group else COPIED for i in range(given))
-        found.append(Strategy(inputs, (PARTIAL,) * made))
+        masks = (isinstance(value, Tensor) and value.dtype is torch.bool for value in results(node))
+        found.append(Strategy(inputs, tuple(WHOLE if mask else PARTIAL for mask in masks)))
     return found
 
 

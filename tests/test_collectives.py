@@ -93,6 +93,14 @@ def test_share_takes_apart_and_puts_its_gradients_together() -> None:
         torch.testing.assert_close(gradient, wanted)
 
 
+def test_spread_makes_shares_partial_sums_and_takes_its_gradient_apart() -> None:
+    whole = drawn()[0]
+    found = ranks_run(collectives.spread, WHERE, shares(whole))
+    torch.testing.assert_close(sum(value for value, _ in found), whole)
+    for rank, (_, gradient) in enumerate(found):
+        torch.testing.assert_close(gradient, shares(fixed(whole, 0) * (rank + 1))[rank])
+
+
 def test_reduce_share_takes_the_sum_apart() -> None:
     tensors = drawn()
     for rank, (value, _) in enumerate(ranks_run(collectives.reduce_share, WHERE, tensors)):

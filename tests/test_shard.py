@@ -117,7 +117,12 @@ def language(blocks: list[nn.Module], vocabulary: int = 4096, width: int = 256) 
 
 def changes(sharded: Sharded) -> Counter[str]:
     """Count the collectives' functions in a rank's graph."""
-    functions = collectives.COLLECTIVE_FUNCTIONS - {collectives.first, collectives.part, collectives.keep}
+    functions = collectives.COLLECTIVE_FUNCTIONS - {
+        collectives.first,
+        collectives.part,
+        collectives.spread,
+        collectives.keep,
+    }
     return Counter(n.target.__name__ for n in sharded.stages[0].gm.graph.nodes if n.target in functions)
 
 
@@ -136,6 +141,80 @@ def test_a_block_has_one_sum_each_way_for_attention_and_for_its_mlp(make: Any) -
         n.rpartition(".")[0]: str(p) for n, p in three.parameters.items() if n.endswith(("up.weight", "down.weight"))
     }
     assert all(place.startswith("cut dim 0" if "up" in name else "cut dim 1") for name, place in weights.items())
+
+
+class Variant(nn.Module):
+    """A block as others write it: how qkv is laid out, attention in parallel to the MLP, norms behind, dropout."""
+
+    def __init__(self, layout: str = "chunk", order: str = "before", bias: bool = True, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layout, self.order, self.drop = layout, order, nn.Dropout(drop)
+        self.norm1, self.norm2 = nn.LayerNorm(256), nn.LayerNorm(256)
+        self.qkv, self.project = nn.Linear(256, 768, bias=bias), nn.Linear(256, 256, bias=bias)
+        self.up, self.down = nn.Linear(256, 1024, bias=bias), nn.Linear(1024, 256, bias=bias)
+
+    def attend(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        y = self.qkv(x)
+        if self.layout == "chunk":
+            query, key, value = (t.view(rows, length, 8, 32).transpose(1, 2) for t in y.chunk(3, -1))
+        elif self.layout == "unbind":
+            query, key, value = y.view(rows, length, 3, 8, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        elif self.layout == "heads first":
+            query, key, value = y.view(rows, length, 8, 96).transpose(1, 2).chunk(3, -1)
+        else:  # three last
+            query, key, value = y.view(rows, length, 8, 32, 3).permute(0, 2, 1, 3, 4).unbind(-1)
+        scores = query @ key.transpose(-1, -2) * 32**-0.5
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        mixed = self.drop(scores.softmax(-1)) @ value
+        return self.drop(self.project(mixed.transpose(1, 2).reshape(rows, length, 256)))  # type: ignore[no-any-return]
+
+    def grow(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(F.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order == "parallel":
+            y = self.norm1(x)
+            return x + self.attend(y) + self.grow(y)
+        if self.order == "parallel, two norms":
+            return x + self.attend(self.norm1(x)) + self.grow(self.norm2(x))
+        if self.order == "behind":
+            x = self.norm1(x + self.attend(x))
+            return self.norm2(x + self.grow(x))  # type: ignore[no-any-return]
+        x = x + self.attend(self.norm1(x))
+        return x + self.grow(self.norm2(x))
+
+
+class SequenceFirst(nn.Module):
+    """PyTorch's own layer with positions before rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(256, 8, 1024, 0.1, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "sums"),
+    [
+        (lambda: Variant("unbind", bias=False), 2, 4),
+        (lambda: Variant("heads first", "behind"), 4, 4),
+        (lambda: Variant("three last", drop=0.1), 4, 4),
+        (lambda: Variant(order="parallel", drop=0.1), 2, 2),
+        (lambda: Variant(order="parallel", bias=False), 4, 2),
+        (lambda: Variant(order="parallel, two norms"), 4, 2),
+        (SequenceFirst, 2, 4),
+    ],
+    ids=["unbind", "heads first", "three last", "parallel, dropout", "parallel", "two norms", "positions first"],
+)
+def test_a_block_of_any_spelling_sums_no_more_than_by_hand(make: Any, width: int, sums: int) -> None:
+    """Megatron sums twice each way for a block, or once where attention and MLP are added up."""
+    moved = [Counter(exchanges(shard_stage(language([make() for _ in range(n)]), width), 3)) for n in (2, 4)]
+    moved[1].subtract(moved[0])
+    whole = sum((1.0 if one.kind == "sum" else 0.5) * one.size_bytes * count for one, count in moved[1].items())
+    assert whole == 2 * sums * 3 * 64 * 256 * 4
 
 
 def test_logits_over_a_large_vocabulary_are_never_put_together() -> None:

@@ -38,7 +38,7 @@ def test_a_layer_too_large_for_a_device_is_cut() -> None:
     text = program.plan.explain()
     assert ", 2 wide" in text and "ranks [0, 1], inside a machine" in text
     assert "data parallelism alone: does not fit the memory" in text
-    assert "whole on every rank: 4.bias" in text and "forward of " in text
+    assert "forward of 64 row(s): 1 gather of 512 kB" in text
 
 
 def test_slow_links_keep_the_width_at_one_where_memory_allows() -> None:

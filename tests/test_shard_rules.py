@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from efftra_fx.passes.shard_axes import extents, operands, results, value_of
 from efftra_fx.passes.shard_candidates import find_candidates
 from efftra_fx.passes.shard_choice import Choice
-from efftra_fx.passes.shard_cuts import Cut
+from efftra_fx.passes.shard_cuts import PARTIAL, Cut
 from efftra_fx.passes.shard_rules import Strategy, complete, groups_of
 
 aten = torch.ops.aten
@@ -491,6 +491,19 @@ def test_a_dropout_that_is_cut_draws_the_mask_of_the_whole() -> None:
     hold_against_one_device(
         maker, gm, found, replace(whole_choice(found), strategies={**whole_choice(found).strategies, **ways})
     )
+
+
+def test_partial_sums_are_dropped_alike_before_they_are_added_up() -> None:
+    for target in (aten.dropout.default, aten.native_dropout.default):
+        maker = Maker()
+        grown = maker.call(aten.linear.default, maker.value(tensor(3, 6), 0), maker.parameter(tensor(6, 6)))
+        dropped = maker.call(target, grown, 0.5, True)
+        gm = maker.finish(*([dropped] if target is aten.dropout.default else [maker.item(dropped, i) for i in (0, 1)]))
+        found = find_candidates(gm, 2)
+        rows = next(s for s in found.strategies[grown] if s.outputs[0] == PARTIAL and s.inputs[1].cut is not None)
+        sums = next(s for s in found.strategies[dropped] if s.outputs[0] == PARTIAL)
+        ways = {grown: rows, dropped: sums}
+        hold_against_one_device(maker, gm, found, Choice({**whole_choice(found).strategies, **ways}, 0.0))
 
 
 def test_a_dropout_that_nobody_reads_still_draws() -> None:
