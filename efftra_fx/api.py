@@ -45,6 +45,7 @@ from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
+from efftra_fx.misuse import NotAModule
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -59,7 +60,7 @@ from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.scaling import scale_of, share_overflow
-from efftra_fx.signature import Call, read_call
+from efftra_fx.signature import Call, read_call, refuse_gradients
 from efftra_fx.state import (
     check_state,
     clip_gradients,
@@ -180,7 +181,7 @@ def compile(
     return compiled
 
 
-class CompiledModel:
+class CompiledModel(NotAModule):
     """A model laid over the ranks of a cluster; made by `compile`."""
 
     def __init__(
@@ -224,6 +225,7 @@ class CompiledModel:
             raise InputError("nothing is compiled yet: call step once, or give example_inputs= to compile")
         return self._built
 
+    @torch.inference_mode(False)
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
         """Trace, measure, plan and split for these example inputs; a collective call."""
         world = self.world if self.cluster.where != "described" else None
@@ -262,6 +264,15 @@ class CompiledModel:
         if different is not None and world.first:
             print(f"efftra_fx: ranks held different weights ('{different}'); all start from rank 0's", file=sys.stderr)
 
+    def __repr__(self) -> str:
+        """Say what is laid out, and how."""
+        what = f"{type(self).__name__} of {type(self.model).__name__}"
+        if self._built is None:
+            return f"<{what}, not compiled before its first step>"
+        plan = self.plan
+        stages = ", ".join(f"{len(s.blocks)} block(s) on {list(s.devices)}" for s in plan.stages)
+        return f"<{what}: {plan.micro_batches} micro-batch(es), schedule {plan.schedule}; stages: {stages}>"
+
     def _take_turn(self, world: World) -> None:
         """Take over what other programs over the same tensors wrote; a collective call."""
         take_turn(self._number, named_tensors(self.model, self.options.loss_fn), world)
@@ -271,6 +282,7 @@ class CompiledModel:
         front: Front | None = None
         try:
             call, tensors = read_call(self.model.forward, args, kwargs, target)
+            refuse_gradients(call, tensors)
             front = front_end(self.model, call, tensors, self.options, self.report)
         except EfftraError as error:
             problem = error
@@ -321,6 +333,7 @@ class CompiledModel:
         """The step for each form of batch that was met; the first is what was compiled."""
         return [self.built, *self._variants]
 
+    @torch.inference_mode(False)
     def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
         """Compute loss and gradients of the global batch, which every rank gives alike; a collective call.
 
@@ -375,6 +388,7 @@ class CompiledModel:
         form, new, described = -1, "", ""
         try:
             found = call, tensors = read_call(self.model.forward, args, kwargs, target)
+            refuse_gradients(call, tensors)
             described = describe_batch(*found)
             buffers = next(iter(self.built.tensors.values())).buffers
             form = choose(self._forms, self.model, call, tensors, buffers, self._met.get(described, 0))
@@ -508,16 +522,18 @@ class CompiledModel:
         self._take_turn(self.world)
         return whole_state(self.built, self.world, self.model, self.options.loss_fn)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over a whole state under the model's own names, from any plan or the plain model.
 
-        Every rank gives the same state. Raises CheckpointError naming what is missing, unknown or of another shape.
+        Every rank gives the same state. Raises CheckpointError naming what is missing, unknown or of another shape;
+        without `strict`, what is missing stays as it is and what is unknown is left out.
         """
-        check_state(self.model, state)
-        self.model.load_state_dict(dict(state))
+        known = check_state(self.model, state, strict)
+        self.model.load_state_dict(known, strict=strict)
         if self._built is not None:
-            take_state(self._built, self.model)
+            take_state(self._built, self.model, known)
 
+    @torch.inference_mode(False)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output in eval mode, without gradients; a collective call.
 
@@ -580,6 +596,7 @@ class CompiledModel:
             list(self.named_parameters()), counted, self.world, max_norm, norm_type, error_if_nonfinite
         )
 
+    @torch.inference_mode(False)
     def check(self, *args: Any, target: Any = None, repeats: int = 3, show: bool = True, **kwargs: Any) -> CheckReport:
         """Run one step as planned and one on one device from the same weights; print and return how they compare.
 

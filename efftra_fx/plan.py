@@ -180,8 +180,11 @@ class Plan:
         return cls.from_json(text, str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file that `load` reads."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan to a file that `load` reads; raise PlanError where it cannot be written."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except (OSError, TypeError) as error:
+            raise PlanError(f"{path}: cannot write the plan: {error}") from error
 
 
 def stage_data(stage: Stage) -> dict[str, Any]:

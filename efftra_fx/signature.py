@@ -62,7 +62,9 @@ def read_call(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(f"the model's forward{signature} cannot be called like this: {error}") from None
+        raise InputError(
+            f"the model's forward{signature} cannot be called like this: {error}" + _target_note(str(error))
+        ) from None
     names = _argument_names(signature, bound)
     paths, tree = take_apart((bound.args, dict(sorted(bound.kwargs.items())), target))
     leaves: list[Leaf] = []
@@ -78,6 +80,10 @@ def read_call(
     return Call(tuple(leaves), tree, target is not None), tuple(tensors)
 
 
+def _target_note(error: str) -> str:
+    return "; a target is given as target=" if "too many positional" in error else ""
+
+
 def _check_memory(name: str, tensor: Tensor) -> None:
     """Raise InputError for a tensor that has no plain memory, as rows of it are taken."""
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -85,6 +91,16 @@ def _check_memory(name: str, tensor: Tensor) -> None:
         raise InputError(f"argument '{name}' is a {kind} tensor, expected a dense one; give it as such (to_dense())")
     if tensor.device.type == "meta":
         raise InputError(f"argument '{name}' lies on the meta device, so it has no values; give a tensor with values")
+
+
+def refuse_gradients(call: Call, tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for a tensor that waits for a gradient, which a step gives to parameters only."""
+    for name, tensor in zip(call.tensor_names, tensors, strict=True):
+        if tensor.requires_grad:
+            raise InputError(
+                f"argument '{name}' requires a gradient, which a step gives to the model's parameters only; detach it, "
+                "or make what it is computed from a part of the model"
+            )
 
 
 def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
@@ -108,6 +124,8 @@ def difference(expected: Call, found: Call) -> str | None:
             return "target: compiled with a target, got none; give target="
         return "target: compiled without a target, got one; leave target= out, or compile again with example_target="
     for name in before:
+        if before[name].tensor and any(other.startswith((f"{name}.", f"{name}[")) for other in after):
+            return f"argument '{name}' was a tensor when the step was compiled and is a container now"
         if name not in after and before[name] != Leaf(name, False, None):
             return f"argument '{name}' is missing; it was there when the step was compiled"
     for name in after:

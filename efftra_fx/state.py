@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,35 +151,67 @@ def whole_state(built: Built, world: World, model: nn.Module, loss_fn: Any) -> d
     return {name: own.get(name, value) for name, value in model.state_dict().items()}
 
 
-def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError naming what is missing, unknown or of another shape."""
+def check_state(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    """Return what the model knows of a state; raise CheckpointError naming what is missing, unknown or misshapen.
+
+    Only what is of another shape is refused where the state need not fit (`strict=False`).
+    """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state must be a dictionary of tensors by name, got {type(state).__name__}")
     expected = model.state_dict()
     missing = [name for name in expected if name not in state]
     unknown = [name for name in state if name not in expected]
-    if missing or unknown:
+    if strict and (missing or unknown):
+        prefix = _common_prefix(unknown, expected)
+        if prefix:
+            raise CheckpointError(
+                f"the state's names begin with '{prefix}', as wrappers do, and the model's do not; take it off: "
+                f"{{name.removeprefix('{prefix}'): value for name, value in state.items()}}"
+            )
         what = f"'{missing[0]}' is missing" if missing else f"'{unknown[0]}' is not in the model"
         raise CheckpointError(
-            f"the state does not fit the model: {what} ({len(missing)} missing, {len(unknown)} unknown)"
+            f"the state does not fit the model: {what} ({len(missing)} missing, {len(unknown)} unknown); "
+            "load it into the model that it was saved from, or give strict=False to take what fits"
         )
-    for name, value in state.items():
+    known = {name: value for name, value in state.items() if name in expected}
+    for name, value in known.items():
         if isinstance(expected[name], Tensor) and not isinstance(value, Tensor):
             raise CheckpointError(f"'{name}' is of type {type(value).__name__}, expected a tensor")
         if isinstance(value, Tensor) and value.shape != expected[name].shape:
             raise CheckpointError(f"'{name}' has shape {list(value.shape)}, expected {list(expected[name].shape)}")
+    return known
 
 
-def take_state(built: Built, model: nn.Module) -> None:
+def _common_prefix(unknown: Sequence[str], expected: Mapping[str, Any]) -> str:
+    """Return what stands before the model's own names in all unknown ones, or nothing."""
+    if not unknown:
+        return ""
+    first = next((name for name in expected if unknown[0].endswith(f".{name}")), "")
+    prefix = unknown[0].removesuffix(first) if first else ""
+    alike = all(name.startswith(prefix) and name.removeprefix(prefix) in expected for name in unknown)
+    return prefix if alike else ""
+
+
+def take_state(built: Built, model: nn.Module, names: Collection[str]) -> None:
     """Copy the model's own values into the tensors that ranks hold apart from it (shares, or on other devices)."""
-    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        whole = first.setdefault(id(tensor), name)  # one of several names of one tensor
+        if name in names:
+            own[whole] = tensor
     with torch.no_grad():
         for rank, held in built.tensors.items():
             shares = built.shares(rank)
             for name, tensor in (*held.parameters.items(), *held.buffers.items()):
+                if name not in own:
+                    continue
                 if name in shares and name in held.parameters:
                     tensor.copy_(shares[name].of(own[name]))
-                elif name in own and own[name] is not tensor:
+                elif own[name] is not tensor:
                     tensor.copy_(own[name])
 
 

@@ -90,6 +90,9 @@ def refuse_replaced(front: Front) -> None:
             f"{replaced} of the model was replaced since the step was captured, which goes on with the old one; write "
             "into it in place (load_state_dict without assign=True), or compile the model again"
         )
+    changed = front.parts.changed()
+    if changed is not None:
+        raise InputError(f"{changed}, with its step captured before; change it back, or compile the model again")
 
 
 def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
@@ -176,9 +179,13 @@ def lay_out(base: Built, front: Front, world: World, backend: str | None = None)
     for parameter in back.wiring.parameters:
         held = owners.get(parameter.name)
         if held != parameter.stages:
+            if held is None:
+                raise InputError(
+                    f"the model uses '{parameter.name}', which it did not when it was compiled; compile it again"
+                )
             raise InputError(
                 f"this form of batch uses '{parameter.name}' in stages {list(parameter.stages)}, but stages "
-                f"{list(held or ())} hold it; give a batch of this form to compile, or compile for it apart"
+                f"{list(held)} hold it; give a batch of this form to compile, or compile for it apart"
             )
     return place(front, back, base.chain, base.planned, world, Report(), base=base, backend=backend)
 

@@ -11,7 +11,7 @@ from efftra_fx.cluster import Cluster
 from efftra_fx.errors import LaunchError
 from efftra_fx.runtime.executor import drive
 from efftra_fx.runtime.launch import connect
-from efftra_fx.runtime.local_transport import local_transports, run_all
+from efftra_fx.runtime.local_transport import LocalTransport, forget, local_transports, run_all
 from efftra_fx.runtime.transport import Handle, Transport
 
 T = TypeVar("T")
@@ -65,7 +65,11 @@ class World:
         """
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             if len(self.transports) > 1:
-                return run_all([work(t) for t in self.transports])
+                try:
+                    return run_all([work(t) for t in self.transports])
+                except BaseException:
+                    forget([t for t in self.transports if isinstance(t, LocalTransport)])
+                    raise
             transport = self.transports[0]
             try:
                 return [drive(work(transport))]

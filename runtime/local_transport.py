@@ -80,6 +80,14 @@ def run_all(ranks: Sequence[Generator[Blocked, None, T]]) -> list[T]:
     return results
 
 
+def forget(transports: Sequence[LocalTransport]) -> None:
+    """Drop what ranks that were ended in the middle have sent, expected and begun; they may start anew."""
+    for transport in transports:
+        hub = transport.hub
+        for left in (hub.sent, hub.posted, hub.meetings, transport.counts):
+            left.clear()
+
+
 def deadlock_text(waiting: dict[int, Blocked | None]) -> str:
     """Say who waits for whom."""
     lines = [

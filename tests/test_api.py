@@ -183,6 +183,21 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
     rig.model.zero_grad()
 
 
+def test_a_step_inside_inference_mode_leaves_ordinary_gradients() -> None:
+    rig = rig_of(MLP)
+    batch = MLP.data(12)
+    program = rig.program(lay_out(4, (1, 1), 2))
+    with torch.inference_mode():
+        inside = program.step(*(x.clone() for x in batch.args), target=batch.target)
+        outputs = program.evaluate(*batch.args)
+    for parameter in program.parameters():
+        assert parameter.grad is not None and not parameter.grad.is_inference()
+    rig.model.zero_grad()
+    assert torch.equal(program.step(*batch.args, target=batch.target), inside)
+    assert torch.equal(program.evaluate(*batch.args), outputs)
+    rig.model.zero_grad()
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 1000.0, float("inf")])
 def test_a_gradient_that_is_no_number_makes_every_norm_none(norm_type: float) -> None:
     rig = rig_of(MLP)

@@ -16,6 +16,7 @@ from rig import lay_out, rig_of, train_eagerly
 from test_ranks_equality import start
 from torch import Tensor
 
+from efftra_fx import Cluster, compile
 from efftra_fx.errors import CheckpointError
 from efftra_fx.runtime.checkpoint import Owned, share_tensors
 from efftra_fx.runtime.local_transport import local_transports, run_all
@@ -113,6 +114,27 @@ def states_here() -> list[dict[str, Tensor]]:
     trained = program.state_dict()
     program.load_state_dict({key: value + 1 for key, value in trained.items()})
     return [trained, program.state_dict()]
+
+
+def test_without_strict_what_is_missing_stays_and_what_is_unknown_is_left_out() -> None:
+    model = ZOO["mlp"].build()
+    batch = ZOO["mlp"].data(12)
+    program = compile(
+        model,
+        Cluster.local(2),
+        example_inputs=batch.args,
+        example_target=batch.target,
+        loss_fn=ZOO["mlp"].loss_fn,
+        tensor=(2,),
+        costs="estimated",
+    )
+    before = program.state_dict()
+    program.load_state_dict({"0.weight": before["0.weight"] + 1, "other": torch.ones(1)}, strict=False)
+    after = program.state_dict()
+    assert torch.equal(after["0.weight"], before["0.weight"] + 1)
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "0.weight")
+    with pytest.raises(CheckpointError, match="expected"):
+        program.load_state_dict({"0.weight": torch.ones(1)}, strict=False)
 
 
 def test_on_ranks_of_their_own_all_have_the_whole_state() -> None:

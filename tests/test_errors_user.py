@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -114,6 +115,41 @@ STEPS: dict[str, tuple[type[EfftraError], str, Callable[[Tensor, Tensor], Any]]]
         "argument 'target' has 5 rows but 'input' has 12; give the same batch to both",
         lambda x, y: program().step(x, target=y[:5]),
     ),
+    "a target by position": (
+        InputError,
+        "forward(input) cannot be called like this: too many positional arguments; a target is given as target=",
+        lambda x, y: program().step(x, y),
+    ),
+    "a list for a tensor": (
+        InputError,
+        "argument 'input' was a tensor when the step was compiled and is a container now",
+        lambda x, y: program().step(x.tolist(), target=y),
+    ),
+    "a tensor that waits for a gradient": (
+        InputError,
+        "argument 'input' requires a gradient, which a step gives to the model's parameters only; detach it, or make",
+        lambda x, y: program().step(x.clone().requires_grad_(), target=y),
+    ),
+    "a call as of a module": (
+        InputError,
+        "a compiled model is not called: step(...) computes loss and gradients, evaluate(...) outputs",
+        lambda x, y: program()(x),
+    ),
+    "a copy": (
+        InputError,
+        "can be neither copied nor pickled; save state_dict() ... and compile again with plan=",
+        lambda x, y: copy.deepcopy(program()),
+    ),
+    "a plan that cannot be written": (
+        PlanError,
+        "/nowhere/plan.json: cannot write the plan: ",
+        lambda x, y: program().plan.save("/nowhere/plan.json"),
+    ),
+    "a state of a wrapped model": (
+        CheckpointError,
+        "the state's names begin with 'module.' ... take it off: {name.removeprefix('module.'): value",
+        lambda x, y: program().load_state_dict({f"module.{n}": t for n, t in program().state_dict().items()}),
+    ),
     "no rows": (
         InputError,
         "argument 'input' has 0 rows, expected at least 1",
@@ -194,6 +230,45 @@ def test_a_step_with_wrong_arguments_is_refused_and_the_next_one_runs(what: str)
     expected = float(program().step(x, target=y))
     refuses(kind, words, lambda: action(x, y))
     assert float(program().step(x, target=y)) == expected
+
+
+def test_after_an_error_inside_a_step_the_next_right_one_trains() -> None:
+    x, y = rows()
+    expected = float(program().step(x, target=y))
+    wrong = y.clone()
+    wrong[7] = 99
+    for _ in range(2):
+        with pytest.raises(IndexError, match="out of bounds"):
+            program().step(x, target=wrong)
+    assert float(program().step(x, target=y)) == expected
+
+
+def test_a_model_that_was_converted_or_extended_is_refused_by_name() -> None:
+    x, y = rows()
+    model = MLP.build()
+    converted = compiled(model)
+    model.float()
+    refuses(InputError, "parameter '0.weight' of the model was float64 and is float32 now", lambda: converted.step(x))
+    model.double()
+    assert float(converted.step(x, target=y)) > 0
+    assert isinstance(model, nn.Sequential)
+    model.append(nn.Linear(3, 3).double())
+    refuses(
+        InputError,
+        "the model uses '7.weight', which it did not when it was compiled; compile it again",
+        lambda: converted.step(x, target=y),
+    )
+
+
+def test_attributes_of_modules_are_missing_with_a_word_on_what_to_do() -> None:
+    for name, words in (
+        ("train", "model.train() holds"),
+        ("zero_grad", "optimizer.zero_grad()"),
+        ("cuda", "model.cuda"),
+    ):
+        with pytest.raises(AttributeError, match=re.escape(words)):
+            getattr(program(), name)
+    assert repr(program()).startswith("<CompiledModel of Sequential: 4 micro-batch(es), schedule 1f1b; stages: ")
 
 
 PLANS: dict[str, tuple[type[EfftraError], str, Callable[[], Any]]] = {
