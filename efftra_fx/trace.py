@@ -217,6 +217,8 @@ def capture(
         return attempt.capture()
     except AsksValuesError as first:
         return _with_answers(attempt, first)
+    except WritesParametersError:
+        raise
     except CaptureError:
         with _state_kept(attempt), _own_code(attempt):  # where the model itself fails, that is what to say
             _eager(attempt).result([t.clone() for t in attempt.tensors])
