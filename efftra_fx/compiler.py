@@ -36,6 +36,7 @@ from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
 from efftra_fx.parts import Parts
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
+from efftra_fx.passes.batch_again import ProveAgain
 from efftra_fx.passes.blocks import FoldBlocks, block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
 from efftra_fx.passes.explain import explain, explain_given
@@ -289,11 +290,15 @@ def front_end(
             tensors = (*tensors, *keys_of(0, rows, tensors[0].device).values())
             small = [*small, *keys_of(0, rows_of(small, dims), tensors[0].device).values()]
     every = () if rows == 1 else tensors
-    proof: tuple[Pass, ...] = (SeparateMeans(dims), ProveBatch(values, small, dims, every))
+    proof: tuple[Pass, ...] = (
+        SeparateMeans(dims),
+        ProveBatch(values, small, dims, every),
+        ProveAgain(values, every, dims),
+    )
     if options.loss_reduction is not None:
         claim = getattr(options.loss_reduction, "__name__", repr(options.loss_reduction))
         settle = SettleReduction(claim, values, small if rows == 1 else tensors, dims)
-        proof = (proof[0], DeclareReduction(options.loss_reduction, call, dims), proof[1], settle)
+        proof = (proof[0], DeclareReduction(options.loss_reduction, call, dims), *proof[1:], settle)
     try:
         gm = run_passes(gm, proof, ("role", "outputs"), lambda name, graph, _: report.graph(name, graph))
     except (RuntimeError, ValueError, IndexError, LossError) as error:

@@ -16,6 +16,7 @@ from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError, InputError
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch, is_random
+from efftra_fx.passes.batch_again import ProveAgain
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans
@@ -96,7 +97,8 @@ def compile_evaluation(
         small = [*small, *keys_of(0, rows_of(small, dims), small[0].device).values()]
     gm = SeparateMeans(places)(gm)
     every = () if rows == 1 or alike else tensors
-    gm = ProveBatch(model_tensors(model, None, gm), small, places, every)(gm)
+    own = model_tensors(model, None, gm)
+    gm = ProveAgain(own, every, places)(ProveBatch(own, small, places, every)(gm))
     _drop_buffer_news(gm)
     gm, tail = split_tail(gm, training=False)
     assign_by_parameters(gm, owners, len(plan.stages))

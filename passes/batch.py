@@ -66,7 +66,7 @@ class ProveBatch:
     gives: ClassVar[tuple[str, ...]] = ("batch", "free")
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        values = {key: _moved(tensor) for key, tensor in self.values.items()}
+        values = {key: moved(tensor) for key, tensor in self.values.items()}
         inputs = self.inputs
         try:
             whole = evaluate_nodes(gm, values, inputs)
@@ -162,7 +162,7 @@ def is_random(node: fx.Node) -> bool:
     return draws(node)
 
 
-def _moved(tensor: Tensor) -> Tensor:
+def moved(tensor: Tensor) -> Tensor:
     """Return the tensor, moved off a value that all its elements share: a gain of zero would hide what is behind it."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor
@@ -207,7 +207,7 @@ class _Recorder(fx.Interpreter):
     """Compute every node in double precision and keep its value."""
 
     def __init__(
-        self, gm: fx.GraphModule, only: fx.Node | None = None, whole: Mapping[fx.Node, Any] | None = None
+        self, gm: fx.GraphModule, only: AbstractSet[fx.Node] | None = None, whole: Mapping[fx.Node, Any] | None = None
     ) -> None:
         super().__init__(gm, garbage_collect_values=only is not None)
         self.record: dict[fx.Node, Any] = {}
@@ -220,7 +220,7 @@ class _Recorder(fx.Interpreter):
             value = _wide(self._of_part(node)) if node.op == "call_function" else _wide(super().run_node(node))
         else:
             value = super().run_node(node)
-        if self.only in (None, node):
+        if self.only is None or node in self.only:
             self.record[node] = value
         return value
 
@@ -275,17 +275,20 @@ def _wide_types(value: Any) -> Any:
 
 
 def evaluate_nodes(
-    gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor]
+    gm: fx.GraphModule,
+    values: Mapping[tuple[str, str], Tensor],
+    inputs: Sequence[Tensor],
+    only: AbstractSet[fx.Node] | None = None,
 ) -> dict[fx.Node, Any]:
-    """Return the value of every node, random masks fixed."""
-    return _evaluate(_Recorder(gm), gm, values, inputs)
+    """Return the value of every node, or of `only` some, random masks fixed."""
+    return _evaluate(_Recorder(gm, only), gm, values, inputs)
 
 
 def evaluate_some(
     gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor], node: fx.Node
 ) -> float:
     """Return the value of one node, a number, as `evaluate_nodes` does, holding no more than is still needed."""
-    return float(_evaluate(_Recorder(gm, node), gm, values, inputs)[node])
+    return float(evaluate_nodes(gm, values, inputs, {node})[node])
 
 
 def _evaluate(
