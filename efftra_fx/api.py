@@ -86,6 +86,7 @@ from efftra_fx.variants import (
     lay_out,
     note_of_many,
     refuse_replaced,
+    sample_numbers,
 )
 from efftra_fx.varying import Traces
 from efftra_fx.world import Turns, World
@@ -397,7 +398,9 @@ class CompiledModel(NotAModule):
         except EfftraError as error:
             problem = error
         self.calls += 1
-        agree_on_batch(world, problem, self.calls, described, form)
+        several = world.size > 1 and len(world.transports) == 1
+        numbers = sample_numbers(*found) if several and found is not None else {}
+        agree_on_batch(world, problem, self.calls, described, form, numbers)
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)

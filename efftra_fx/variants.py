@@ -27,6 +27,7 @@ from efftra_fx.world import World
 MOST_VARIANTS = 256
 MANY_VARIANTS = 16  # worth a word
 _MOST_ANSWERS = 8
+_MOST_NUMBERS = 16  # that are looked at to tell whether ranks were given the same data
 
 
 def choose(
@@ -239,9 +240,25 @@ def describe_batch(call: Call, tensors: Sequence[Tensor]) -> str:
     return ", ".join(parts)
 
 
-def agree_on_batch(world: World, problem: EfftraError | None, step: int, batch: str, form: int) -> None:
-    """Raise on every rank where any rank has a problem, or was given a batch of another form; a collective call."""
-    mark = int.from_bytes(hashlib.sha256(f"{batch} {form}".encode()).digest()[:4], "big") if problem is None else 0
+def sample_numbers(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
+    """Return a few numbers of each tensor that lies on a CPU, as text: equal on ranks that were given the same batch.
+
+    So ranks whose loaders are seeded apart are told at once, for next to nothing; single rows that differ are not.
+    """
+    found = {}
+    for name, tensor in zip(call.tensor_names, tensors, strict=True):
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+            flat = tensor.detach().view(-1)
+            found[name] = str(flat[:: -(-flat.numel() // _MOST_NUMBERS)].tolist())
+    return found
+
+
+def agree_on_batch(
+    world: World, problem: EfftraError | None, step: int, batch: str, form: int, numbers: Mapping[str, str]
+) -> None:
+    """Raise on every rank where any rank has a problem, or was given another batch; a collective call."""
+    given = f"{batch} {form} {numbers}"
+    mark = int.from_bytes(hashlib.sha256(given.encode()).digest()[:4], "big") if problem is None else 0
     try:
         world.agree(problem, (step << 32) + mark)
     except InputError as error:
@@ -251,6 +268,7 @@ def agree_on_batch(world: World, problem: EfftraError | None, step: int, batch: 
         everyone = world.gather(f"{batch} ({way})")
         other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
         if other is None:
+            _refuse_other_numbers(world, numbers)
             raise
         raise InputError(
             f"the ranks were given different batches: rank 0 has {everyone[0]}, rank {other} has {everyone[other]}; "
@@ -258,3 +276,16 @@ def agree_on_batch(world: World, problem: EfftraError | None, step: int, batch: 
         ) from None
     if problem is not None:
         raise problem
+
+
+def _refuse_other_numbers(world: World, numbers: Mapping[str, str]) -> None:
+    everyone = world.gather(dict(numbers))
+    for rank, theirs in enumerate(everyone):
+        for name, mine in everyone[0].items():
+            if theirs.get(name, mine) != mine:
+                first, other = (one.strip("[]").split(", ")[:3] for one in (mine, theirs[name]))
+                raise InputError(
+                    f"the ranks were given different data: of '{name}', rank 0 has {', '.join(first)}, ..., and rank "
+                    f"{rank} has {', '.join(other)}, ...; give the whole global batch to every rank alike: seed the "
+                    "loader alike and use no DistributedSampler, each rank takes its rows itself"
+                ) from None

@@ -637,6 +637,8 @@ def wrong_here() -> list[str]:
         lambda: program.step(tokens.float() if rank == 1 else tokens, target=tokens % 3),
         lambda: program.step(tokens) if rank == 0 else program.step(tokens, target=tokens % 3),
         lambda: program.step(tokens[: 12 - rank], target=(tokens % 3)[: 12 - rank]),
+        lambda: program.step(tokens.roll(rank), target=tokens % 3),
+        lambda: program.step(tokens, target=(tokens + rank) % 3),
         lambda: program.step(tokens[:0], target=tokens[:0]),
         lambda: program.step(tokens[:3], target=(tokens % 3)[:3]),
     ):
@@ -653,9 +655,11 @@ def test_what_one_rank_gives_wrong_all_ranks_refuse_and_then_go_on() -> None:
         assert "argument 'input': compiled for int64 [rows], got float32 [12]" in said[0]
         assert "target: compiled with a target, got none" in said[1]
         assert "Error" in said[2] and "11" in said[2] and "12" in said[2], said[2]
-        assert "has 0 rows, expected at least 1" in said[3]
-        assert said[4].startswith("loss ")
-    assert outcomes[0][4] == outcomes[1][4]
+        assert "given different data: of 'input', rank 0 has 0, 1, 2, ..., and rank 1 has 1, 0, 1, ...;" in said[3]
+        assert "given different data: of 'target', rank 0 has 0, 1, 2, ..." in said[4]
+        assert "has 0 rows, expected at least 1" in said[5]
+        assert said[6].startswith("loss ")
+    assert outcomes[0][6] == outcomes[1][6]
 
 
 class Noisy(nn.Module):
