@@ -32,7 +32,7 @@ from efftra_fx.errors import (
     PlacementError,
     PlanError,
 )
-from efftra_fx.hooks import check_hooks, hook_notes
+from efftra_fx.hooks import check_hooks, has_hooks, hook_notes
 from efftra_fx.meta import BATCH, BLOCK, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
 from efftra_fx.parts import Parts
 from efftra_fx.passes.batch import ProveBatch, is_batch_statistics, is_random
@@ -59,7 +59,7 @@ from efftra_fx.passes.split import AssignStages, StageGraph, split_stages, wire
 from efftra_fx.passes.synced import Synced, is_synced, sync_stage
 from efftra_fx.passes.tail import Tail, mixing_node, split_tail
 from efftra_fx.passes.verify import verify_plan
-from efftra_fx.passes.width_search import known_widths, search_widths
+from efftra_fx.passes.width_search import known_widths, possible_widths, search_widths
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
@@ -535,9 +535,9 @@ def promising_widths(front: Front, chain: Chain, cluster: Cluster, options: Opti
     begin = time.perf_counter()
     try:
         options, schedule = _settled(front, options)
-        searched = search_widths(
-            front.gm, chain, cluster, front.rows, _search(front, cluster, options, schedule), measurable=True
-        )
+        widths, _ = _possible_widths(front, cluster, options)
+        find = _search(front, cluster, options, schedule)
+        searched = search_widths(front.gm, chain, cluster, front.rows, find, widths, measurable=True)
         return sorted(searched.wanted)
     except EfftraError:
         return []  # it is raised again, on all ranks, where the plan is chosen
@@ -611,16 +611,27 @@ def _search(front: Front, cluster: Cluster, options: Options, schedule: str | No
 def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, schedule: str | None) -> Planned:
     find = _search(front, cluster, options, schedule)
     measurable = options.costs == "measured" and cluster.where != "described"  # what is measured, was
-    searched = search_widths(front.gm, chain, cluster, front.rows, find, measurable=measurable)
+    possible, why_none = _possible_widths(front, cluster, options)
+    searched = search_widths(front.gm, chain, cluster, front.rows, find, possible, measurable=measurable)
     planned = searched.planned
     why = explain(planned, searched.chain, cluster, front.rows, **_fixed(options, schedule))
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
     one_stage = options.stages in (None, 1) and options.replicas is None
     widths = about_widths(planned.plan, searched.chain, searched.every, cluster, front.rows, rules, one_stage)
     if not known_widths(searched.every):
-        widths = why_no_widths(cluster)
+        widths = [f"no tensor groups: {why_none}"] if why_none else why_no_widths(cluster)
     why += "\n".join(["", *widths, ""]) if widths else ""
     return replace(planned, plan=replace(planned.plan, explanation=why))
+
+
+def _possible_widths(front: Front, cluster: Cluster, options: Options) -> tuple[set[int], str]:
+    """Return the widths that the planner may choose, or none, and why: what it chooses must run."""
+    if options.backend is not None:
+        return set(), "stages that meet other ranks on their way cannot be compiled (compile_stages)"
+    hooked = next((name for (kind, name), t in front.tensors.items() if kind == "parameter" and has_hooks(t)), None)
+    if hooked is not None:
+        return set(), f"hooks on parameters need whole gradients, and '{hooked}' has some"
+    return possible_widths(cluster), ""
 
 
 def _with_widths(front: Front, chain: Chain, widths: set[int]) -> Chain:

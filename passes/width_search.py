@@ -57,15 +57,16 @@ def search_widths(
     cluster: Cluster,
     rows: int,
     find: Callable[[Chain], Planned],
+    widths: set[int],
     *,
     measurable: bool,
 ) -> Searched:
-    """Search the best plan with groups of any width.
+    """Search the best plan with groups of these widths, or none.
 
     With `measurable` it stops where the best plan has widths that are modelled, and says which are to be measured.
     Raises what `find` raises where no width helps.
     """
-    widths = possible_widths(cluster) - known_widths(chain)
+    widths = widths - known_widths(chain)
     known = chain
     try:
         plain: Planned | None = find(chain)

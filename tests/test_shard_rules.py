@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from efftra_fx.passes.shard_axes import extents, operands, results, value_of
 from efftra_fx.passes.shard_candidates import find_candidates
 from efftra_fx.passes.shard_choice import Choice
-from efftra_fx.passes.shard_cuts import PARTIAL, Cut
+from efftra_fx.passes.shard_cuts import PARTIAL, WHOLE, Cut
 from efftra_fx.passes.shard_rules import Strategy, complete, groups_of
 
 aten = torch.ops.aten
@@ -502,6 +502,7 @@ def test_partial_sums_are_dropped_alike_before_they_are_added_up() -> None:
         found = find_candidates(gm, 2)
         rows = next(s for s in found.strategies[grown] if s.outputs[0] == PARTIAL and s.inputs[1].cut is not None)
         sums = next(s for s in found.strategies[dropped] if s.outputs[0] == PARTIAL)
+        assert sums.outputs[1:] in ((), (WHOLE,))  # the mask is the same on all ranks
         ways = {grown: rows, dropped: sums}
         hold_against_one_device(maker, gm, found, Choice({**whole_choice(found).strategies, **ways}, 0.0))
 

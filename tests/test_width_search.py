@@ -22,6 +22,8 @@ def planned(link: Link, width: int = 600, rows: int = 4, **options: Any) -> Comp
     """Plan large layers for a few rows: gradients are far more than what is computed with them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16))
+    if hook := options.pop("hook", None):
+        dict(model.named_parameters())["2.weight"].register_hook(hook)
     cluster = options.pop("cluster", None) or Cluster.uniform(devices_per_machine=2, intra=link)
     x, y = torch.randn(rows, 16), torch.randn(rows, 16)
     options = {"costs": "estimated", **options}
@@ -59,6 +61,17 @@ def test_only_widths_that_would_win_are_measured(monkeypatch: pytest.MonkeyPatch
     assert not timed and {stage.tensor for stage in slow.plan.stages} == {1}
     fast = planned(Link(1.0), cluster=replace(local, links=Links((Link(1e12),))), costs="measured", rows=2, width=1500)
     assert timed and fast.built.chain.blocks[0].option(tensor=2) is not None
+
+
+def test_no_width_is_chosen_that_could_not_run() -> None:
+    """Compiled stages cannot meet other ranks on their way, and hooks need whole gradients."""
+    link = Link(1e9, 1e-6)
+    compiled = planned(link, rows=64, width=1500, compile_stages=True).plan
+    assert {stage.tensor for stage in compiled.stages} == {1}
+    assert "no tensor groups: stages that meet other ranks on their way cannot be compiled" in compiled.explain()
+    hooked = planned(link, rows=64, width=1500, hook=lambda gradient: gradient).plan
+    assert {stage.tensor for stage in hooked.stages} == {1}
+    assert "no tensor groups: hooks on parameters need whole gradients, and '2.weight' has some" in hooked.explain()
 
 
 def test_widths_fill_machines() -> None:
