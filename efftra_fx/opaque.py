@@ -25,6 +25,8 @@ _COUNT = itertools.count()
 _WHOLE: set[Any] = set()
 _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
 
+_WANTS_GRADIENTS = ("does not require grad", "not have been used in the graph")
+
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -49,6 +51,7 @@ def make_operator(
     see the whole batch, whatever it gives for parts; `rests` that it need not run where no gradient comes in.
     """
     settings = _autocast_settings()
+    derives: list[bool] = []  # whether it has been seen to ask for gradients in its forward
     planned: list[int] = []  # how many results there are, once shapes were asked for
 
     def moving(operands: Sequence[Tensor]) -> list[bool]:
@@ -67,10 +70,26 @@ def make_operator(
         with _autocast(settings):
             return run(operands)
 
+    def leaves_of(operands: Sequence[Tensor]) -> list[Tensor]:
+        return [t.detach().requires_grad_(flag) for t, flag in zip(operands, moving(operands), strict=True)]
+
+    def plain_run(operands: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        if not derives:
+            try:
+                with torch.no_grad():
+                    return cast_run(operands)
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _WANTS_GRADIENTS):
+                    raise
+            derives.append(True)  # it computes derivatives itself, of what it was given
+            _set_states(states, operands)
+        with torch.enable_grad():
+            return cast_run(leaves_of(operands))
+
     def forward_impl(operands: list[Tensor]) -> list[Tensor]:
         states = random_states(operands) if draws else []
-        with private.above_autograd(), torch.no_grad():
-            results = [*(_own(t) for t in cast_run(operands)), *states]
+        with private.above_autograd():
+            results = [*(_own(t) for t in plain_run(operands, states)), *states]
         if planned and len(results) != planned[0]:
             raise CaptureError(
                 f"'{name}' runs as it is and gave {len(results) - len(states)} tensors, where it gave"
@@ -89,7 +108,7 @@ def make_operator(
             moved = [t for t, flag in zip(operands, moving(operands), strict=True) if flag]
             return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in moved]
         with private.above_autograd(), torch.enable_grad():
-            leaves = [t.detach().requires_grad_(flag) for t, flag in zip(operands, moving(operands), strict=True)]
+            leaves = leaves_of(operands)
             with _states_set(states, leaves):
                 results = cast_run(leaves)
             pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
@@ -153,10 +172,15 @@ def _states_set(states: Sequence[Tensor], operands: Sequence[Tensor]) -> Iterato
         return
     devices = [t.device for t in operands if t.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(states[0])
-        if devices:
-            torch.cuda.set_rng_state(states[1], devices[0])
+        _set_states(states, operands)
         yield
+
+
+def _set_states(states: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+    if states:
+        torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, next(t.device for t in operands if t.device.type == "cuda"))
 
 
 def _autocast_settings() -> tuple[tuple[str, torch.dtype, bool], ...]:

@@ -443,7 +443,7 @@ def _eager(attempt: _Attempt) -> _Step:
 
 @contextmanager
 def _state_kept(attempt: _Attempt) -> Iterator[None]:
-    """Run the model without gradients; parameters, buffers and random state are afterwards as they were.
+    """Run the model as a step or an evaluation does; parameters, buffers and random state are afterwards as they were.
 
     Raises CaptureError where it writes parameters, also where autograd does not see it (through `.data`).
     """
@@ -451,7 +451,12 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
     parameters = [(name, p, p.detach().clone()) for name, p in attempt.model.named_parameters()]
     try:
         with ExitStack() as stack:
-            for one in (torch.random.fork_rng(), torch.no_grad(), padding_zeroed(attempt.want == "loss")):
+            differentiated = attempt.want == "loss"
+            for one in (
+                torch.random.fork_rng(),
+                torch.set_grad_enabled(differentiated),
+                padding_zeroed(differentiated),
+            ):
                 stack.enter_context(one)
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(norms_of_one_device())

@@ -326,3 +326,32 @@ def test_what_gives_another_number_of_tensors_than_when_it_was_captured_is_named
     given[0] = 3
     with pytest.raises(CaptureError, match="'layers.kept' runs as it is and gave 3 tensors, where it gave 1 when"):
         operator([x])
+
+
+class Penalised(nn.Module):
+    """A critic of which the derivative with respect to what it was given is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
+        out: Tensor = (slope.norm(dim=-1, keepdim=True) - 1).square()
+        return out
+
+
+def test_a_module_that_differentiates_by_what_it_is_given_trains_as_on_one_device() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.penalty, self.c = nn.Linear(4, WIDTH), Penalised(), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.a(x))
+            out: Tensor = self.c(h) + self.penalty(h)
+            return out
+
+    torch.manual_seed(3)
+    program = assert_matches(Habit(Model().double(), (features(),), classes(), cross_entropy))
+    assert [path for path, _ in program.built.front.captured.opaque] == ["penalty"]
