@@ -54,7 +54,8 @@ def same_capture(front: Front, options: Options, world: World) -> None:
         "compile_stages": options.backend,
         "batch_dims": sorted(options.batch_dims.items()),
     }
-    nodes = print_graph(front.gm, "").splitlines()[1:]  # the first line is a title
+    graphs = (front.gm, front.tail.gm)
+    nodes = [line for gm in graphs for line in print_graph(gm, "").splitlines()[1:]]  # the first line is a title
     trained = [ROLE[n].name for n in front.gm.graph.nodes if n.op == "placeholder" and ROLE[n].trainable]
     lines = [*(f"{name}={value!r}" for name, value in given.items()), *(f"trains {name}" for name in trained)]
     _same_text([*lines, *_numbered(nodes)], "captured different steps", world)

@@ -408,6 +408,10 @@ class CompiledModel(NotAModule):
         front = self._forms[form].front
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
 
+    def _agree(self, problem: EfftraError | None, call: str, batch: str = "") -> None:
+        self.calls += 1
+        agree_on_batch(self.world, problem, self.calls, batch, 0, {}, call)
+
     def _new_form(self, call: Call, tensors: Sequence[Tensor], reason: str) -> int:
         """Capture the step for a new form of batch, and lay it out on the tensors that are held; a collective call."""
         problem: EfftraError | None = None
@@ -522,6 +526,7 @@ class CompiledModel(NotAModule):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state under the model's own names, the same on every rank; a collective call."""
+        self._agree(None, "state_dict")
         self._take_turn(self.world)
         return whole_state(self.built, self.world, self.model, self.options.loss_fn)
 
@@ -545,19 +550,20 @@ class CompiledModel(NotAModule):
         problem: EfftraError | None = None
         evaluation: Evaluation | None = None
         batch: Batch | None = None
+        described = ""
         try:
             if self._built is None:
                 raise InputError("evaluate needs a compiled model: give example_inputs= to compile, or step once")
             refuse_replaced(self.built.front)
             call, tensors = read_call(self.model.forward, args, kwargs, None)
+            described = describe_batch(call, tensors)
             evaluation = self._evaluation(call, tensors)
             dims = dict(zip(call.tensor_names, evaluation.dims, strict=True))
             rows = rows_of_batch(call, tensors, evaluation.dims)
             batch = Batch(rows, self._named(call, tensors), {**dims, **KEY_DIMS})
         except EfftraError as error:
             problem = error
-        self.calls += 1
-        self.world.agree(problem, self.calls)
+        self._agree(problem, "evaluate", described)
         if evaluation is None or batch is None:
             assert problem is not None
             raise problem

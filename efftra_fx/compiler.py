@@ -562,12 +562,8 @@ def choose_plan(front: Front, chain: Chain, cluster: Cluster, options: Options, 
             return _priced(options.plan, chain, cluster, front.rows, options)
         if options.tensor is not None:
             chain = _with_widths(front, chain, set(options.tensor))
-            plan = _priced(
-                _wide_plan(front, names, chain, cluster, options, schedule), chain, cluster, front.rows, options
-            )
-            rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
-            figures = evaluate(plan, chain, cluster, front.rows, rules)
-            return replace(plan, explanation=explain_given(plan, figures, chain, cluster))
+            plan = _wide_plan(front, names, chain, cluster, options, schedule)
+            return _priced(plan, chain, cluster, front.rows, options)
         if options.cuts is not None:
             plan = _cut_plan(front.gm, names, cluster, options, schedule)
             return _priced(plan, chain, cluster, front.rows, options)
@@ -716,7 +712,7 @@ def _wide_plan_of(
 
 
 def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Options) -> Plan:
-    """Return a given plan with its memory; raise MemoryPlanError where a device has too little for it."""
+    """Return a given plan with its step and memory, explained; raise MemoryPlanError where a device has too little."""
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
     if any(stage.recompute for stage in plan.stages):
         chain = replace(chain, blocks=tuple(block.with_recompute() for block in chain.blocks))
@@ -724,7 +720,9 @@ def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Opti
     short = shortage(plan, cluster, figures)
     if short is not None:
         raise MemoryPlanError(f"the given plan does not fit: {short[1]}")
-    return replace(plan, memory_bytes=figures.memory_bytes)
+    why = explain_given(plan, figures, chain, cluster, rows, rules)
+    step_s, memory = figures.step_s, figures.memory_bytes
+    return replace(plan, predicted_step_s=step_s, lower_bound_s=None, memory_bytes=memory, explanation=why)
 
 
 def _cut_plan(

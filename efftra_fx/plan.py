@@ -135,7 +135,7 @@ class Plan:
         return min(self.micro_batches, behind if self.in_flight == 1 else 2 * behind - 1)
 
     def explain(self) -> str:
-        """Say why the planner chose it, and what tensor groups exchange; empty for a given plan without such."""
+        """Say what it takes, and why the planner chose it; empty for a plan that `compile` has not seen."""
         return self.explanation
 
     def to_json(self) -> str:

@@ -254,10 +254,16 @@ def sample_numbers(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
 
 
 def agree_on_batch(
-    world: World, problem: EfftraError | None, step: int, batch: str, form: int, numbers: Mapping[str, str]
+    world: World,
+    problem: EfftraError | None,
+    step: int,
+    batch: str,
+    form: int,
+    numbers: Mapping[str, str],
+    call: str = "step",
 ) -> None:
-    """Raise on every rank where any rank has a problem, or was given another batch; a collective call."""
-    given = f"{batch} {form} {numbers}"
+    """Raise on every rank where one has a problem, makes another call, or has another batch; a collective call."""
+    given = f"{call} {batch} {form} {numbers}"
     mark = int.from_bytes(hashlib.sha256(given.encode()).digest()[:4], "big") if problem is None else 0
     try:
         world.agree(problem, (step << 32) + mark)
@@ -265,6 +271,13 @@ def agree_on_batch(
         if problem is not None or "is at step" not in str(error):
             raise
         way = "a new way through the model" if form < 0 else f"way {form} through the model"
+        calls = world.gather(f"{call}, its call {step}")
+        different = next((r for r, one in enumerate(calls) if one != calls[0]), None)
+        if different is not None:
+            raise InputError(
+                f"the ranks make different calls: rank 0 {calls[0]}, rank {different} {calls[different]}; every rank "
+                "must make the same calls in the same order (also state_dict, of which one rank then saves the result)"
+            ) from None
         everyone = world.gather(f"{batch} ({way})")
         other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
         if other is None:

@@ -15,11 +15,11 @@ from efftra_fx.cost import Chain
 from efftra_fx.errors import MemoryPlanError
 from efftra_fx.formulas import Route, StageTerms, routes
 from efftra_fx.formulas import step as step_formula
-from efftra_fx.plan import Plan
+from efftra_fx.plan import Plan, Stage
 from efftra_fx.units import size_text
 
-from .evaluate import Figures, StageFigures, evaluate
-from .partition import partition
+from .evaluate import Figures, StageFigures, evaluate, flows, largest_micro_batch
+from .partition import partition, shortage
 from .planned import Planned
 from .rules import Rules
 from .slots import about_slots
@@ -53,7 +53,7 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
     """The whole explanation as text; `fixed` are the keyword arguments that `partition` was given."""
     rules = rules_of(fixed)
     lines = [
-        *about_stages(planned.plan, chain),
+        *about_stages(planned.plan, chain, rows, rules),
         *about_slots(planned.plan, cluster),
         "",
         *about_formula(planned.plan, planned.figures),
@@ -67,17 +67,32 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
     return "\n".join(lines) + "\n"
 
 
-def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster) -> str:
-    """What is known of a plan that was not searched for: its stages, the formula filled in, and its memory."""
+def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> str:
+    """What is known of a plan that was not searched for: its stages, the formula filled in, memory, plain plans."""
     lines = [
-        *about_stages(plan, chain),
+        *about_stages(plan, chain, rows, rules),
         *about_slots(plan, cluster),
         "",
         *about_formula(plan, figures),
         "",
         *about_memory(plan, figures, cluster),
+        "",
+        *about_plain(figures, chain, cluster, rows, rules),
     ]
     return "\n".join(lines) + "\n"
+
+
+def about_plain(figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> list[str]:
+    """What the plans without stages would take, to compare a given plan with."""
+    count, blocks = len(cluster.devices), len(chain.blocks)
+    lines = ["this plan was given; no other was searched for"]
+    fastest = max(range(count), key=lambda device: cluster.devices[device].speed)
+    for label, devices in (("one device", (fastest,)), ("data parallelism alone", tuple(range(count)))):
+        plain = Plan((Stage(0, blocks, devices),), 1)
+        found = evaluate(plain, chain, cluster, rows, rules)
+        fits = "" if shortage(plain, cluster, found) is None else ", but does not fit the memory"
+        lines.append(f"  {label}: {milli(found.step_s)} ms ({share(found.step_s, figures.step_s):+.1%}){fits}")
+    return lines
 
 
 def rules_of(fixed: dict[str, Any]) -> Rules:
@@ -86,16 +101,20 @@ def rules_of(fixed: dict[str, Any]) -> Rules:
     return Rules(**{name: fixed[name] for name in names if name in fixed})
 
 
-def about_stages(plan: Plan, chain: Chain) -> list[str]:
-    """Where the blocks went, under their own names."""
+def about_stages(plan: Plan, chain: Chain, rows: int, rules: Rules) -> list[str]:
+    """Where the blocks went, under their own names, and what leaves each stage."""
+    size = largest_micro_batch(rows, min(plan.micro_batches, rows), rules.whole_rows)
+    sent = [size_text(flow.going[0] * size + flow.going[1]) for flow in flows(plan, chain, rules)]
     lines = [f"{plan.micro_batches} micro-batch(es), schedule {plan.schedule}"]
     for index, stage in enumerate(plan.stages):
         blocks = [chain.blocks[block] for block in stage.blocks]
         held = size_text(sum(block.parameter_bytes for block in blocks))
         width = f", {stage.tensor} wide" if stage.tensor > 1 else ""
+        going = f"; sends {sent[index]} a micro-batch" if index + 1 < len(plan.stages) else ""
+        where = f"{'device' if len(stage.devices) == 1 else 'devices'} {', '.join(map(str, stage.devices))}{width}"
         lines.append(
             f"stage {index}: {blocks[0].name} to {blocks[-1].name} ({len(blocks)} block(s), {held} held)"
-            f" on {'device' if len(stage.devices) == 1 else 'devices'} {', '.join(map(str, stage.devices))}{width}"
+            f" on {where}{going}"
         )
     return lines
 

@@ -280,6 +280,12 @@ def test_the_report_says_what_each_part_of_the_compilation_took() -> None:
 def test_a_searched_plan_says_why_it_was_chosen() -> None:
     program = compiled()
     assert program.plan.explain()
+    again = compiled(plan=program.plan)
+    for plan in (again.plan, compiled(cuts=("2", "4")).plan):
+        assert plan.predicted_step_s is not None
+        assert "this plan was given; no other was searched for\n  one device: " in plan.explain()
+        sends = [line for line in plan.explain().splitlines() if line.startswith("stage") and "; sends " in line]
+        assert len(sends) == len(plan.stages) - 1
     assert isinstance(program.plan, Plan) and program.plan.predicted_step_s is not None
 
 

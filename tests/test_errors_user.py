@@ -639,6 +639,8 @@ def wrong_here() -> list[str]:
         lambda: program.step(tokens[: 12 - rank], target=(tokens % 3)[: 12 - rank]),
         lambda: program.step(tokens.roll(rank), target=tokens % 3),
         lambda: program.step(tokens, target=(tokens + rank) % 3),
+        lambda: program.evaluate(tokens).sum() if rank == 1 else program.step(tokens, target=tokens % 3),
+        lambda: program.state_dict()["1.bias"] if rank == 0 else program.step(tokens, target=tokens % 3),
         lambda: program.step(tokens[:0], target=tokens[:0]),
         lambda: program.step(tokens[:3], target=(tokens % 3)[:3]),
     ):
@@ -657,9 +659,11 @@ def test_what_one_rank_gives_wrong_all_ranks_refuse_and_then_go_on() -> None:
         assert "Error" in said[2] and "11" in said[2] and "12" in said[2], said[2]
         assert "given different data: of 'input', rank 0 has 0, 1, 2, ..., and rank 1 has 1, 0, 1, ...;" in said[3]
         assert "given different data: of 'target', rank 0 has 0, 1, 2, ..." in said[4]
-        assert "has 0 rows, expected at least 1" in said[5]
-        assert said[6].startswith("loss ")
-    assert outcomes[0][6] == outcomes[1][6]
+        assert "the ranks make different calls: rank 0 step, its call 6, rank 1 evaluate, its call 6; every" in said[5]
+        assert "the ranks make different calls: rank 0 state_dict, its call 7, rank 1 step, its call 7;" in said[6]
+        assert "has 0 rows, expected at least 1" in said[7]
+        assert said[8].startswith("loss ")
+    assert outcomes[0][8] == outcomes[1][8]
 
 
 class Noisy(nn.Module):
@@ -686,6 +690,7 @@ def compile_apart() -> list[str]:
         (Noisy().train(not odd), {}),
         (Noisy().requires_grad_(True), {"rng": "layout_free" if odd else "plan"}),
         (Noisy(), {"loss_fn": F.l1_loss if odd else F.mse_loss}),
+        (Noisy(), {"loss_fn": lambda output, target: F.mse_loss(output, target) * (3 if odd else 2)}),
         (Noisy(), {}),
     ):
         given: dict[str, Any] = {"loss_fn": F.mse_loss, "costs": "estimated", "stages": 2, **options}
@@ -710,6 +715,7 @@ def test_ranks_with_other_models_modes_or_options_are_told_the_first_difference(
             "native_dropout.default(tanh, 0.1, True)",
             "rank 0 has 'rng='plan'', rank 1 has 'rng='layout_free''; give every rank the same model",
             "mse_loss",
+            "captured different steps: rank 0 has 'mul",
             "loss ",
         ),
         mine,
