@@ -12,6 +12,7 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import is_opaque
 
 aten = torch.ops.aten
+_SPARSE = "efftra.sparse"
 _CHECKS = frozenset(
     {
         aten._assert_scalar.default,
@@ -37,6 +38,7 @@ def make_normal(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
     _read_sizes_off_inputs(graph)
     for node in list(graph.nodes):
+        _make_dense(node)
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # an operator may lay its real result out unlike its traced one
         elif node.target in _LIKE_ONLY:
@@ -53,6 +55,25 @@ def make_normal(graph: fx.Graph) -> None:
             _lay_out(graph, node)
         elif node.target is aten.masked_select.default and node.users and all(is_opaque(u.target) for u in node.users):
             _pad_selection(graph, node)
+
+
+def sparse_lines(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the lines whose gradients the model wants sparse; here they are dense."""
+    return tuple(dict.fromkeys(_line(node) for node in graph.nodes if node.meta.get(_SPARSE)))
+
+
+def _make_dense(node: fx.Node) -> None:
+    """Take dense gradients where an operator is asked for sparse ones, which no stage can add up or send."""
+    schema = getattr(node.target, "_schema", None)
+    for position, entry in enumerate(schema.arguments if schema is not None else ()):
+        if entry.name not in ("sparse", "sparse_grad"):
+            continue
+        if position < len(node.args) and node.args[position] is True:
+            node.args = (*node.args[:position], False, *node.args[position + 1 :])
+            node.meta[_SPARSE] = True
+        elif node.kwargs.get(entry.name) is True:
+            node.kwargs = {**node.kwargs, entry.name: False}
+            node.meta[_SPARSE] = True
 
 
 def _read_sizes_off_inputs(graph: fx.Graph) -> None:

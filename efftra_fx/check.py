@@ -18,6 +18,7 @@ from efftra_fx.meta import PATH, ROLE
 from efftra_fx.passes.batch import is_random
 from efftra_fx.signature import Call
 from efftra_fx.trace import LossFn, loss_of
+from efftra_fx.trace_check import dense
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def one_device_step(
             for tensor, value in zip(own, before, strict=True):
                 tensor.copy_(value)
         held.restore()
-    gradients = {n: g.detach() for n, g in zip(wanted, found, strict=True) if g is not None}
+    gradients = {n: dense(g.detach()) for n, g in zip(wanted, found, strict=True) if g is not None}
     return float(loss.detach()), gradients, seconds
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from efftra_fx.capture_normal import sparse_lines
 from efftra_fx.capture_norms import syncs_norms
 from efftra_fx.capture_refused import refuse_scripted
 from efftra_fx.captured_step import capture_step
@@ -323,6 +324,7 @@ def front_end(
         *hook_notes(*models),
         *_opaque_notes(captured, divided),
         *_python_notes(captured),
+        *_sparse_notes(captured),
     )
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
@@ -359,6 +361,14 @@ def _python_notes(captured: Captured) -> tuple[str, ...]:
     return (
         f"forward writes {', '.join(captured.python.writes)} in Python, which happens while the model is captured and "
         "not at each step",
+    )
+
+
+def _sparse_notes(captured: Captured) -> tuple[str, ...]:
+    return tuple(
+        f"the gradient of what is looked up{line} is dense, where the model asks for a sparse one: use an optimizer "
+        "for dense gradients (not SparseAdam)"
+        for line in sparse_lines(captured.gm.graph)
     )
 
 

@@ -31,6 +31,8 @@ class HeldBuffers:
             owner._buffers[name] = buffer
         with torch.no_grad():
             for buffer, value in self.values.values():
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)  # an observer of ranges gives its buffers their shape in forward
                 buffer.copy_(value)
 
 

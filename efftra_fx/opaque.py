@@ -24,6 +24,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _COUNT = itertools.count()
 _WHOLE: set[Any] = set()
 _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
+_SETTINGS: dict[Any, tuple[tuple[str, torch.dtype, bool], ...]] = {}
 
 _WANTS_GRADIENTS = ("does not require grad", "not have been used in the graph")
 
@@ -142,6 +143,7 @@ def make_operator(
 
     torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
     _RUNS[operator] = cast_run
+    _SETTINGS[operator] = settings
     if whole:
         _WHOLE.add(operator)
     return operator
@@ -156,6 +158,29 @@ def run_without_chance(operator: Any, operands: Sequence[Tensor]) -> list[Tensor
     """Return what an operator gives where every draw gives the same fixed number."""
     with torch.no_grad(), NoChance():  # type: ignore[no-untyped-call]
         return [_own(t) for t in _RUNS[operator](operands)]
+
+
+def pulled_back(
+    operator: Any, operands: Sequence[Tensor], gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> list[Tensor | None]:
+    """Return the operands' gradients as an operator's own code gives them, every draw the same fixed number.
+
+    `gradients` makes the results' gradients; an operand that gets none has None.
+    """
+    with torch.enable_grad(), NoChance():  # type: ignore[no-untyped-call]
+        leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
+        results = _RUNS[operator]([*leaves])
+        pairs = [(r, g) for r, g in zip(results, gradients(results), strict=True) if r.requires_grad]
+        moved = [t for t in leaves if t.requires_grad]
+        if not pairs or not moved:
+            return [None] * len(leaves)
+        found = iter(torch.autograd.grad([r for r, _ in pairs], moved, [g for _, g in pairs], allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in leaves]
+
+
+def lowers_precision(operator: Any) -> bool:
+    """Say whether an operator runs under autocast."""
+    return any(enabled for _, _, enabled in _SETTINGS[operator])
 
 
 def random_states(operands: Sequence[Tensor]) -> list[Tensor]:
@@ -218,8 +243,10 @@ __all__ = [
     "OtherSizesError",
     "is_opaque",
     "kind_of",
+    "lowers_precision",
     "make_operator",
     "needs_whole_batch",
+    "pulled_back",
     "random_states",
     "run_without_chance",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from efftra_fx.capture_refused import refuse_scripted
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Options
 from efftra_fx.cost import CostTable
@@ -33,6 +34,12 @@ def check_subjects(model: object, cluster: object, loss_fn: object, optimizer: o
             f"'{lazy[0]}' of the model has no shape yet, since its module is lazy; call the model once on a batch "
             "before compile"
         )
+    refuse_scripted(*(one for one in (model, loss_fn) if isinstance(one, nn.Module)))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or tensor.is_inference():
+            why = "has no values (device 'meta')" if tensor.is_meta else "was made under torch.inference_mode()"
+            way = "model.to_empty(device='cpu') and fill it" if tensor.is_meta else "make the model outside of it"
+            raise InputError(f"'{name}' of the model {why}, so it cannot be trained; {way} before compile")
     if not isinstance(cluster, Cluster):
         raise ClusterError(
             f"cluster must be a Cluster, got {type(cluster).__name__}; use Cluster.from_env(), Cluster.local(n) or "

@@ -220,7 +220,7 @@ def capture(
     except WritesParametersError:
         raise
     except CaptureError:
-        with _state_kept(attempt), _own_code(attempt):  # where the model itself fails, that is what to say
+        with _state_kept(attempt), torch.enable_grad(), _own_code(attempt):  # where the model itself fails, say that
             _eager(attempt).result([t.clone() for t in attempt.tensors])
         raise
 

@@ -272,8 +272,13 @@ def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tens
     result: dict[str, Tensor | None] = dict.fromkeys(parameters)
     if loss.requires_grad and wanted:
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        result.update(zip(wanted, found, strict=True))
+        result.update((name, g if g is None else dense(g)) for name, g in zip(wanted, found, strict=True))
     return result
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor: an embedding may give a sparse one."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _gradients_apart(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> _Difference | None:

@@ -27,6 +27,7 @@ from efftra_fx.meta import BATCH, FREE, OUTPUTS, REDUCED, ROLE, Split
 from efftra_fx.opaque import OtherSizesError, is_opaque, needs_whole_batch, run_without_chance
 
 from .adding import adds_up
+from .batch_backward import mixing_backwards
 from .means import argument, with_argument
 from .slices import draws
 
@@ -54,13 +55,14 @@ class ProveBatch:
 
     `values` has the real tensor of every parameter, buffer and constant by (kind, name);
     `inputs` a few of the example's rows, at least two; `every` all of them, which are taken where the few do not
-    stand alone (rows that name each other by number).
+    stand alone (rows that name each other by number). What `trains` must go row by row backward too.
     """
 
     values: Mapping[tuple[str, str], Tensor] = field(repr=False)
     inputs: Sequence[Tensor] = field(repr=False)
     batch_leaves: tuple[int | None, ...] = ()
     every: Sequence[Tensor] = field(default=(), repr=False)
+    trains: bool = True
     name: ClassVar[str] = "prove-batch"
     needs: ClassVar[tuple[str, ...]] = ("role", "outputs")
     gives: ClassVar[tuple[str, ...]] = ("batch", "free")
@@ -104,6 +106,9 @@ class ProveBatch:
                     BATCH[node] = found
                 else:
                     BATCH[node] = Split("mixed")
+        for node in _undivided(gm, mixing_backwards(gm, whole, parts, sizes)) if self.trains else ():
+            if node.op != "output":
+                BATCH[node] = Split("mixed")
         return gm
 
     def rows_alike(self, gm: fx.GraphModule, inputs: Sequence[Tensor]) -> set[fx.Node]:

@@ -438,6 +438,23 @@ class WritesWeights(nn.Linear):
         return super().forward(x)
 
 
+class Penalised(nn.Linear):
+    """The gradient of what forward computes is part of it, which needs autograd as it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = super().forward(x).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        out: Tensor = y.mean() + (slope.norm(dim=1) - 1).square().mean()
+        return out
+
+
+def inferred() -> nn.Module:
+    """Return a model whose weights are inference tensors."""
+    with torch.inference_mode():
+        return nn.Linear(6, 3).double()
+
+
 class RowByRow(nn.Linear):
     """Takes the rows one by one."""
 
@@ -472,6 +489,26 @@ MODELS: dict[str, tuple[type[EfftraError], str, dict[str, Any]]] = {
         InputError,
         "'weight' of the model has no shape yet, since its module is lazy; call the model once",
         {"model": nn.LazyLinear(3).double()},
+    ),
+    "a model without values": (
+        InputError,
+        "'weight' of the model has no values (device 'meta'), so it cannot be trained; model.to_empty(device=",
+        {"model": nn.Linear(6, 3, device="meta")},
+    ),
+    "a model made in inference mode": (
+        InputError,
+        "'weight' of the model was made under torch.inference_mode(), so it cannot be trained; make the model outside",
+        {"model": inferred()},
+    ),
+    "a traced model": (
+        CaptureError,
+        "the model is TorchScript (torch.jit.script or torch.jit.trace), which keeps its weights and its code",
+        {"model": torch.jit.trace(nn.Linear(6, 3).double(), torch.ones(12, 6, dtype=torch.float64))},
+    ),
+    "derivatives in forward": (
+        CaptureError,
+        "it computes with tensors that a tracer cannot follow, as torch.func, autograd.grad and .data do",
+        {"model": Penalised(6, 3).double(), "loss_fn": lambda output, target: output},
     ),
     "a branch on a value": (
         CaptureError,

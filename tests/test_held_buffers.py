@@ -153,3 +153,14 @@ def test_tensors_and_values_are_put_back() -> None:
     inner.num_batches_tracked = None
     held.restore()
     assert inner.running_mean is mean and not mean.any() and inner.num_batches_tracked is not None
+
+
+def test_a_buffer_that_forward_gives_a_shape_is_put_back_without_it() -> None:
+    model = nn.Module()
+    model.register_buffer("least", torch.empty(0))
+    held = HeldBuffers(model)
+    least = model.least
+    assert isinstance(least, Tensor)
+    least.resize_(3).copy_(torch.ones(3))
+    held.restore()
+    assert least.shape == (0,) and model.least is least
