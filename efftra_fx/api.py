@@ -45,6 +45,7 @@ from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
+from efftra_fx.joint_updates import note_parts
 from efftra_fx.misuse import NotAModule
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
@@ -243,7 +244,7 @@ class CompiledModel(NotAModule):
         if world is not None:
             self._prepare(front.rows)
             _LATEST[self.model] = weakref.ref(self)
-            begin_turns(self._number, self._built, world)
+            self._begin(world)
         if self.dump_folder is not None and (world is None or world.first):
             self.dump(self.dump_folder)
         if world is None or world.first:
@@ -277,6 +278,11 @@ class CompiledModel(NotAModule):
     def _take_turn(self, world: World) -> None:
         """Take over what other programs over the same tensors wrote; a collective call."""
         take_turn(self._number, named_tensors(self.model, self.options.loss_fn), world)
+
+    def _begin(self, world: World) -> None:
+        begin_turns(self._number, self.built, world)
+        apart = len(self.plan.stages) > 1 or self.plan.stages[0].tensor > 1
+        note_parts(self.parameters(), len(world.transports) < world.size and apart)
 
     def _front(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, world: World | None) -> Front:
         problem: EfftraError | None = None
@@ -686,7 +692,7 @@ class CompiledModel(NotAModule):
         other._built = place(front, back, chain, planned, world, other.report, codes, backend=backend)
         if world is not None:
             _LATEST[self.model] = weakref.ref(other)
-            begin_turns(other._number, other._built, world)
+            other._begin(world)
         return other
 
     @property

@@ -761,6 +761,46 @@ def test_ranks_with_other_models_modes_or_options_are_told_the_first_difference(
         assert words in found, found
 
 
+def step_by_lbfgs() -> list[Any]:
+    """Take a step of L-BFGS with stages, and with replicas."""
+    said: list[Any] = []
+    for replicas in ((1, 1), (2,)):
+        program = start_here(replicas=replicas, micro_batches=2)
+        optimizer = torch.optim.LBFGS(list(program.parameters()), lr=0.1, max_iter=3)
+        tokens = torch.arange(12) % 5
+
+        def again(program: Any = program, optimizer: Any = optimizer, tokens: Tensor = tokens) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = program.step(tokens, target=tokens % 3)
+            return loss
+
+        try:
+            optimizer.step(again)
+            said.append({name: tensor.double().sum().item() for name, tensor in program.state_dict().items()})
+        except EfftraError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_lbfgs_is_refused_where_ranks_hold_parts_and_matches_where_they_hold_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    tokens = torch.arange(12) % 5
+
+    def again() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens), tokens % 3)
+        loss.backward()
+        return loss
+
+    optimizer.step(again)
+    for refused, found in run_ranks(step_by_lbfgs, 2, limit_s=120.0):
+        assert "InputError: LBFGS updates all parameters together, but each rank holds" in refused
+        for name, tensor in model.state_dict().items():
+            assert found[name] == pytest.approx(tensor.double().sum().item(), rel=1e-4, abs=1e-5), name
+
+
 def fail_here(where: str) -> None:
     """Step with an index that only one stage looks up."""
     program = start_here(cuts=["1", "3"], micro_batches=4, replicas=(1, 1, 1))
