@@ -75,7 +75,7 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.trace import LossFn, surroundings_of
-from efftra_fx.turns import begin_turns, named_tensors, take_turn
+from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,
     MOST_VARIANTS,
@@ -277,7 +277,7 @@ class CompiledModel(NotAModule):
 
     def _take_turn(self, world: World) -> None:
         """Take over what other programs over the same tensors wrote; a collective call."""
-        take_turn(self._number, named_tensors(self.model, self.options.loss_fn), world)
+        take_turn(self._number, self.model, self.options.loss_fn, world)
 
     def _begin(self, world: World) -> None:
         begin_turns(self._number, self.built, world)

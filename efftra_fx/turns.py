@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,13 +59,14 @@ def begin_turns(program: int, built: Built, world: World) -> None:
     _latest[0] = program
 
 
-def take_turn(program: int, named: Iterable[tuple[str, Tensor]], world: World) -> None:
+def take_turn(program: int, model: nn.Module, loss_fn: object, world: World) -> None:
     """Bring tensors up to date with what other programs over them wrote; a collective call.
 
     Raises InputError where two programs' ranks wrote the same tensor since the last turn.
     """
     if _latest[0] in (program, -1) or len(world.transports) > 1 or world.size == 1:
         return
+    named = _named_tensors(model, loss_fn)
     others = [(n, t, turn) for n, t in named if (turn := _TURNS.get(t)) is not None and turn.program != program]
     _latest[0] = program
     if not others:
@@ -98,7 +99,7 @@ def take_turn(program: int, named: Iterable[tuple[str, Tensor]], world: World) -
                     copy.copy_(fresh[name])
 
 
-def named_tensors(model: nn.Module, loss_fn: object) -> list[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module, loss_fn: object) -> list[tuple[str, Tensor]]:
     """List the parameters and buffers of a model and of a loss that is a module."""
     modules = {"": model, **({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     return [
