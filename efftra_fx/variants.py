@@ -66,7 +66,8 @@ def choose(
     if branches >= _MOST_ANSWERS:
         raise InputError(
             f"{reason}, and {branches} answers were captured already; a value that changes from batch to batch "
-            "cannot decide the way through the model: use tensor operations in place of the number"
+            "cannot decide the way through the model: use tensor operations in place of the number (where it is the "
+            "longest row of pad_packed_sequence, total_length=)"
         )
     raise NotCaptured(reason)
 
