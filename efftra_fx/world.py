@@ -24,9 +24,11 @@ class World:
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
         self.cluster = cluster
         if cluster.where == "described":
+            count = len(cluster.devices)
             raise LaunchError(
-                f"this cluster of {len(cluster.devices)} devices is only described, so its plan can be read but not "
-                "run; use Cluster.from_env() under torchrun, or Cluster.local(n) for ranks inside this process"
+                f"this cluster of {count} devices is only described, so its plan can be read but not run; use "
+                f"Cluster.from_env() and launch by torchrun --nproc-per-node {count} SCRIPT, or Cluster.local({count}) "
+                "for ranks inside this process"
             )
         self.transports: tuple[Transport, ...]
         if cluster.where == "local":

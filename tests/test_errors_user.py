@@ -589,7 +589,11 @@ def test_before_the_first_step_there_is_nothing_to_see_or_evaluate() -> None:
 def test_a_cluster_that_is_only_described_is_planned_for_but_not_run() -> None:
     described = compiled(cluster=Cluster.uniform(1, 4, intra=Link(1e9)), stages=2)
     assert len(described.plan.stages) == 2
-    refuses(LaunchError, "4 devices is only described ... use Cluster.from_env()", lambda: described.step(*rows()[:1]))
+    refuses(
+        LaunchError,
+        "4 devices is only described ... use Cluster.from_env() and launch by torchrun --nproc-per-node 4",
+        lambda: described.step(*rows()[:1]),
+    )
 
 
 FILES: dict[str, tuple[type[EfftraError], str, str]] = {
