@@ -74,7 +74,8 @@ from efftra_fx.state import (
     whole_name,
     whole_state,
 )
-from efftra_fx.trace import LossFn, surroundings_of
+from efftra_fx.step_module import LossFn
+from efftra_fx.trace import surroundings_of
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,

@@ -9,9 +9,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from efftra_fx.errors import CaptureError
+from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call
-from efftra_fx.trace import Captured, LossFn, WritesParametersError, capture
+from efftra_fx.step_module import LossFn
+from efftra_fx.trace import Captured, capture
 from efftra_fx.trace_check import check_capture, on_few_or_all
 
 

@@ -17,7 +17,7 @@ from efftra_fx.hooks import hooked
 from efftra_fx.meta import PATH, ROLE
 from efftra_fx.passes.batch import is_random
 from efftra_fx.signature import Call
-from efftra_fx.trace import LossFn, loss_of
+from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace_check import dense
 
 

@@ -64,7 +64,8 @@ from efftra_fx.passes.width_search import known_widths, possible_widths, search_
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.program import Load, RankProgram, Wiring, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference
-from efftra_fx.trace import Captured, LossFn
+from efftra_fx.step_module import LossFn
+from efftra_fx.trace import Captured
 from efftra_fx.trace_check import check_capture
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]

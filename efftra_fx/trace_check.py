@@ -25,7 +25,8 @@ from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.opaque import OtherSizesError
 from efftra_fx.python_state import PythonState, PythonUse, reads_noted
-from efftra_fx.trace import Captured, LossFn, loss_of
+from efftra_fx.step_module import LossFn, loss_of
+from efftra_fx.trace import Captured
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 _LOOK = "look for a custom autograd.Function, a hook or Python state that changes from call to call"

@@ -26,7 +26,8 @@ from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.private import shapes_in_python
 from efftra_fx.signature import Call, difference
-from efftra_fx.trace import Captured, LossFn, capture, flags_of
+from efftra_fx.step_module import LossFn
+from efftra_fx.trace import Captured, capture, flags_of
 
 Moving = tuple[tuple[int, ...], ...]
 

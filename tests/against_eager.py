@@ -11,7 +11,7 @@ from rig import lay_out
 from torch import Tensor
 
 from efftra_fx import Cluster, CompiledModel, compile
-from efftra_fx.trace import loss_of
+from efftra_fx.step_module import loss_of
 
 PLANS: tuple[tuple[tuple[int, ...], int], ...] = (((2, 1), 3), ((1, 2), 2))
 

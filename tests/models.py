@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efftra_fx.trace import LossFn, loss_of
+from efftra_fx.step_module import LossFn, loss_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from efftra_fx.chance import NoChance
 from efftra_fx.runtime.executor import _mix
-from efftra_fx.trace import loss_of
+from efftra_fx.step_module import loss_of
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu": lambda h: F.rrelu(h, training=True),
