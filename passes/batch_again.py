@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor, fx
 
 from efftra_fx.errors import CaptureError
-from efftra_fx.meta import BATCH, FREE, Split
+from efftra_fx.meta import BATCH, FREE, REDUCED, Split
 
 from .adding import adds_up
 from .batch import evaluate_nodes, moved, reads_rows, relation, take_rows
@@ -58,7 +58,7 @@ class ProveAgain:
         for node in gm.graph.nodes:
             if node not in doubtful or not any(map(_mixes, node.all_input_nodes)):
                 continue
-            if BATCH[node].kind == "sum" and not adds_up(node, reading):
+            if BATCH[node].kind == "sum" and not REDUCED.on(node) and not adds_up(node, reading):
                 BATCH[node] = Split("mixed")
             elif BATCH[node].kind == "rows":
                 found = {
