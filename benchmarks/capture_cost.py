@@ -24,7 +24,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.export import Dim
 
-from efftra_fx.compiler import find_batch, proof_inputs
+from efftra_fx.example import find_batch, proof_inputs
 from efftra_fx.signature import Call, read_call
 from efftra_fx.trace import capture
 from efftra_fx.trace_check import check_capture

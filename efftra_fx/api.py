@@ -37,12 +37,13 @@ from efftra_fx.check import (
     random_note,
 )
 from efftra_fx.cluster import Cluster
-from efftra_fx.compiler import Front, Options, Report, check_inputs, check_parts, front_end
+from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.cost import CostTable
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
+from efftra_fx.front_end import check_inputs, check_parts, front_end
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.joint_updates import note_parts

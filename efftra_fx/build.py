@@ -16,19 +16,7 @@ from torch import Tensor, nn
 
 from efftra_fx.cluster import Cluster
 from efftra_fx.collectives import Ranges, take
-from efftra_fx.compiler import (
-    Back,
-    Front,
-    Options,
-    Progress,
-    Report,
-    back_end,
-    candidate_widths,
-    choose_plan,
-    cost_chain,
-    cost_widths,
-    promising_widths,
-)
+from efftra_fx.compiler import Back, Front, Options, Progress, Report, back_end
 from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
 from efftra_fx.hooks import has_hooks
@@ -40,6 +28,7 @@ from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, exampl
 from efftra_fx.passes.stage_compile import check_backend
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.plan import Plan
+from efftra_fx.plan_choice import candidate_widths, choose_plan, cost_chain, cost_widths, promising_widths
 from efftra_fx.program import AllReduce, Join, Load, Message, RankProgram, ReduceLoss, Value
 from efftra_fx.runtime.step import BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.build import connections, tensor_group
 from efftra_fx.capture_guards import Guards
-from efftra_fx.compiler import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError, InputError
+from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch, is_random
 from efftra_fx.passes.batch_again import ProveAgain

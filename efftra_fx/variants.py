@@ -14,8 +14,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
-from efftra_fx.compiler import Front, Options, Report, back_end, check_inputs, find_batch, front_end
+from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
+from efftra_fx.example import find_batch
+from efftra_fx.front_end import check_inputs, front_end
 from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from efftra_fx.compiler import proof_inputs
+from efftra_fx.example import proof_inputs
 from efftra_fx.meta import BATCH, FREE, Split
 from efftra_fx.passes.batch import ProveBatch, relation
 from efftra_fx.signature import read_call

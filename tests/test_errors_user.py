@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from efftra_fx import Cluster, EfftraError, compile
 from efftra_fx.cluster import Device, Link, Links
-from efftra_fx.compiler import Options, Report, choose_plan
+from efftra_fx.compiler import Options, Report
 from efftra_fx.cost import CostTable, NodeCost, Timing
 from efftra_fx.errors import (
     BatchError,
@@ -37,6 +37,7 @@ from efftra_fx.errors import (
     PlanError,
 )
 from efftra_fx.plan import Plan, Stage
+from efftra_fx.plan_choice import choose_plan
 
 MLP = ZOO["mlp"]
 SMALL = Cluster.uniform(1, 4, memory_gb=1e-6, intra=Link(1e9))

@@ -16,7 +16,8 @@ from shard_rig import Maker, hold_against_one_device, whole_choice
 from torch import Tensor, fx, nn
 
 from efftra_fx import collectives
-from efftra_fx.compiler import Options, Report, back_end, front_end
+from efftra_fx.compiler import Options, Report, back_end
+from efftra_fx.front_end import front_end
 from efftra_fx.passes.blocks import block_names
 from efftra_fx.passes.shard import Sharded, shard_stage
 from efftra_fx.passes.shard_candidates import find_candidates

@@ -1,0 +1,66 @@
+"""What is said once of a captured step: where it is not one device's, and what runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from efftra_fx.capture_normal import sparse_lines
+from efftra_fx.meta import OUTPUTS
+from efftra_fx.trace import Captured
+
+
+def python_notes(captured: Captured) -> tuple[str, ...]:
+    """Say once which attributes forward would write."""
+    if not captured.python.writes:
+        return ()
+    return (
+        f"forward writes {', '.join(captured.python.writes)} in Python, which happens while the model is captured and "
+        "not at each step",
+    )
+
+
+def sparse_notes(captured: Captured) -> tuple[str, ...]:
+    return tuple(
+        f"the gradient of what is looked up{line} is dense, where the model asks for a sparse one: use an optimizer "
+        "for dense gradients (not SparseAdam)"
+        for line in sparse_lines(captured.gm.graph)
+    )
+
+
+def opaque_notes(captured: Captured, divided: bool) -> tuple[str, ...]:
+    notes = [f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque]
+    if captured.whole_loss:
+        reason = captured.whole_loss.removeprefix("the model cannot be captured as a graph: ").partition("; ")[0]
+        where = "on each part" if divided else "once a step on the whole batch's output"
+        notes.append(f"the loss runs as it is, {where}: {reason}")
+    return tuple(notes)
+
+
+def norm_notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:
+    """Say once what the statistics of batch norms are, where they are not those of the whole batch."""
+    if not norms or batch_norm == "exact":
+        return ()
+    which = f"batch statistics of {', '.join(norms)} are those of each micro-batch"
+    if batch_norm == "synced":
+        return (
+            f"{which}, as if one device ran the micro-batches in order; for the whole batch's use batch_norm='exact'",
+        )
+    return (
+        f"{which} on each replica, as if one device ran the same parts in order, and running statistics the mean of "
+        "the replicas' own; use batch_norm='synced' for all replicas' together, or 'exact' for the whole batch's",
+    )
+
+
+def buffer_notes(gm: fx.GraphModule, counters: frozenset[str], norms: Sequence[str]) -> tuple[str, ...]:
+    """Say once which buffers are not written as one device would write them, once a step from the whole batch."""
+    names = [n for n in OUTPUTS[gm].buffers if n not in counters and n.rpartition(".")[0] not in norms]
+    if not names:
+        return ()
+    return (
+        f"buffers {', '.join(names)} are written by each part of the batch in order, as if one device ran the parts "
+        "(a part that reads one reads what the parts before it wrote), and are the mean of the replicas' own (the "
+        "first replica's where they are whole numbers); for what one device with the whole batch writes use "
+        "micro_batches=1 and one replica",
+    )
