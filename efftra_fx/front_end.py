@@ -13,11 +13,7 @@ from efftra_fx.capture_refused import refuse_scripted
 from efftra_fx.captured_step import capture_step
 from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.draws import KEY_DIMS, keys_of
-from efftra_fx.errors import (
-    BatchError,
-    InputError,
-    LossError,
-)
+from efftra_fx.errors import BatchError, InputError, LossError
 from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.front_notes import buffer_notes, norm_notes, opaque_notes, python_notes, sparse_notes
 from efftra_fx.hooks import check_hooks, hook_notes

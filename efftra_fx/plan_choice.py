@@ -12,14 +12,7 @@ from torch import fx
 from efftra_fx.cluster import Cluster
 from efftra_fx.compiler import Front, Options, Progress, Report, undivided
 from efftra_fx.cost import Chain, CostTable
-from efftra_fx.errors import (
-    CostError,
-    CoverageError,
-    EfftraError,
-    MemoryPlanError,
-    PlacementError,
-    PlanError,
-)
+from efftra_fx.errors import CostError, CoverageError, EfftraError, MemoryPlanError, PlacementError, PlanError
 from efftra_fx.hooks import has_hooks
 from efftra_fx.meta import BLOCK, PATH
 from efftra_fx.passes.blocks import block_names, chain_nodes
