@@ -20,7 +20,7 @@ from .differentiate import Part, differentiate
 from .shard_cuts import Placement
 from .shard_segments import Meeting, Segments
 from .split import StageGraph
-from .stage_code import Example, Flags, Sums, TrainingCode
+from .stage_code import Example, Flags, Sums, TrainingCode, put_apart
 
 
 class MeetingCode(TrainingCode):
@@ -65,8 +65,8 @@ class MeetingCode(TrainingCode):
 
     def _put(self, part: Part, group: int, weights: Sequence[Any], sums: Sums) -> None:
         offset = sum(part.gives[:group])
-        for index in part.weights:
-            sums.put(self.places[index - offset], weights[index - offset])
+        places = [index - offset for index in part.weights]
+        put_apart(sums, [self.places[place] for place in places], [weights[place] for place in places])
 
 
 class MeetingForward:

@@ -98,13 +98,7 @@ class TrainingCode:
         else:
             results = part.function(*operands)
             weights = results[group] if len(part.gives) > 1 else results
-            seen: set[int] = set()
-            for place, index in zip(places, part.weights, strict=True):
-                gradient = weights[index - offset]
-                memory = gradient.untyped_storage().data_ptr()
-                # Weights with equal gradients (two heads that are averaged) may be given one tensor for all.
-                sums.put(place, gradient.clone() if memory in seen else gradient)
-                seen.add(memory)
+            put_apart(sums, places, [weights[index - offset] for index in part.weights])
         for place in places:
             sums.filled[place] = True
         if len(part.gives) > group + 1:
@@ -133,6 +127,19 @@ class TrainingCode:
         for place, tensor in zip(self.values, found, strict=True):
             result[place] = tensor
         return result
+
+
+def put_apart(sums: Sums, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to the sums, each as memory of its own.
+
+    Weights with equal gradients (two heads that are averaged, the two biases of a recurrent cell) may be given one
+    tensor for all, into which every one of them would be added.
+    """
+    seen: set[int] = set()
+    for place, gradient in zip(places, gradients, strict=True):
+        memory = gradient.untyped_storage().data_ptr()
+        sums.put(place, gradient.clone() if memory in seen else gradient)
+        seen.add(memory)
 
 
 class Held(Protocol):
@@ -287,4 +294,4 @@ def example_of(
     return example
 
 
-__all__ = ["ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "stage_code"]
+__all__ = ["ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "put_apart", "stage_code"]
