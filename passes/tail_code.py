@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.meta import CONSTANTS, ROLE
 
 from .tail import Tail
@@ -76,7 +77,15 @@ class TailFunction:
                 operands.append(CONSTANTS[self.tail.gm][role.name])
             else:
                 operands.append(self.buffers[role.name])
-        return self.tail.gm(*operands)
+        try:
+            return self.tail.gm.forward(*operands)
+        except EfftraError:
+            raise
+        except Exception as error:  # whatever an operator raises for sizes that it does not take
+            raise InputError(
+                f"the part that needs the whole batch does not take {batch.rows} row(s), as it was captured: "
+                f"{str(error).strip().splitlines()[0]}; give more rows, or compile with an example of so many"
+            ) from error
 
     def _zero(self, name: str) -> Tensor:
         value = self.examples[name] if name in self.examples else self.examples[_placeholder(self.tail, name)]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from against_eager import assert_same, compiled, one_device, step
+from habits import Habit
 from torch import Tensor, nn
 
 from efftra_fx import Cluster, compile
-from efftra_fx.errors import BatchError
+from efftra_fx.errors import BatchError, InputError
 
 ROWS = 8
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.0], dtype=torch.float64)
@@ -172,3 +174,30 @@ def test_a_norm_of_pooled_images_says_that_one_row_is_too_few() -> None:
     program.step(x, target=target)
     with pytest.raises(BatchError, match="'2' normalises over the rows of a part, but rank . gets only row"):
         program.step(x[:3], target=target[:3])
+
+
+class Halves(nn.Module):
+    """Two halves of the batch, weighed apart: of one row there is one half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([part * (index + 1) for index, part in enumerate(self.a(x).tanh().chunk(2, 0))])
+        out: Tensor = self.b(h)
+        return out
+
+
+def test_a_batch_too_small_for_what_was_captured_is_named_and_the_next_one_trains() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+    habit = Habit(Halves().double(), (x,), y, F.cross_entropy)
+    program = compiled(habit, stages=1, replicas=(2,), micro_batches=1)
+    with pytest.raises(InputError, match=r"needs the whole batch does not take 1 row\(s\), as it was captured: list"):
+        program.step(x[:1], target=y[:1])
+    for parameter in program.parameters():
+        parameter.grad = None
+    assert_same(step(program, habit), one_device(habit), 1e-9)
+    with pytest.raises(InputError, match=r"does not take 1 row\(s\)"):
+        program.evaluate(x[:1])
