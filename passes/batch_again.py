@@ -71,10 +71,11 @@ class ProveAgain:
 
 
 def _mixes(node: fx.Node) -> bool:
-    """Say whether a value is mixed, or, where it is several values in one, is made of such."""
-    if isinstance(node.meta.get("val"), (tuple, list)):
+    """Say whether a tensor is mixed, or, where it is several in one, made of such; a number of rows is no tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
         return any(map(_mixes, node.all_input_nodes))
-    return BATCH[node].kind == "mixed"
+    return isinstance(value, Tensor) and BATCH[node].kind == "mixed"
 
 
 def _parts(sizes: tuple[int, int]) -> tuple[slice, slice]:
@@ -85,7 +86,7 @@ def _after_mixed(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes that are said not to be mixed, and come after one that is."""
     after: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "call_function" and any(n in after or BATCH[n].kind == "mixed" for n in node.all_input_nodes):
+        if node.op == "call_function" and any(n in after or _mixes(n) for n in node.all_input_nodes):
             after.add(node)
     return {n for n in after if BATCH[n].kind in ("rows", "sum") and isinstance(n.meta.get("val"), Tensor)}
 

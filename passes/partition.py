@@ -202,6 +202,7 @@ def one_wide_stage(search: Search, line: Layout, setting: Setting) -> list[tuple
     return [
         (f"{width} wide", ((0, search.table.blocks), (line.size // width * width,), (index,), 0), setting)
         for index, width in ways
+        if width <= line.size
     ]
 
 
@@ -290,7 +291,7 @@ def seeds_under(search: Search, layout: Layout, micro: int) -> list[Shape]:
             for cut in sorted(cuts)
             for way in range(len(table.ways))
             for skip in sorted(skips)
-            if counts[0] % table.ways[way].tensor == 0
+            if all(count % table.ways[way].tensor == 0 for count in counts)
         ]
     found: list[Shape] = []
     deepest = min(layout.size, table.blocks)

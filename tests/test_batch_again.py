@@ -8,6 +8,8 @@ from against_eager import assert_matches
 from habits import WIDTH, Habit, Net, features, plain
 from torch import Tensor, nn
 
+from efftra_fx.passes import batch_again
+
 
 def hardest(output: Tensor, target: Tensor) -> Tensor:
     """Return the hinged mean of the farthest of a class less the nearest of another, as seen by each row."""
@@ -45,3 +47,9 @@ def test_rows_that_are_only_laid_out_in_another_way_for_a_while_still_follow_the
     torch.manual_seed(3)
     program = assert_matches(plain(steps_outside))
     assert program.built.front.tail.linear
+
+
+def test_what_is_made_of_the_number_of_rows_is_not_proven_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_again, "evaluate_nodes", lambda *args: pytest.fail("proven twice"))
+    torch.manual_seed(3)
+    assert_matches(plain(lambda m, h: h.reshape(len(h) * 2, -1).tanh().reshape(len(h), -1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import plan_oracle as oracle
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,20 @@ def test_what_is_fixed_is_had_at_the_speed_that_is_left() -> None:
     assert len(partition(chain, few, 16, stages=3).plan.stages) == 3
     with pytest.raises(PlanError, match="stages=5 needs as many devices, the cluster has 4"):
         partition(chain, few, 16, stages=5)
+
+
+@pytest.mark.parametrize("replicas", [None, (2, 1), (1, 2), (2, 2), (3,)])
+@pytest.mark.parametrize("slots", [1.0, 4.0])
+def test_no_stage_gets_less_than_one_group_of_a_width(replicas: tuple[int, ...] | None, slots: float) -> None:
+    chain = chain_of(12)
+    wide = (2, 3, 4)
+    blocks = tuple(
+        replace(block, options=tuple(replace(block.base, tensor=width, reduces=1, reduce_bytes=1e3) for width in wide))
+        for block in chain.blocks
+    )
+    with np.errstate(divide="raise"):
+        planned = partition(replace(chain, blocks=blocks), crowded(4, slots), 64, replicas=replicas)
+    assert all(stage.replicas >= 1 for stage in planned.plan.stages)
 
 
 def test_memory_may_need_more_devices_than_there_are_slots() -> None:
