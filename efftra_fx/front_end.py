@@ -216,9 +216,19 @@ def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:
     problem = difference(front.captured.call, call)
     if problem is not None:
         raise InputError(problem)
+    return check_tensors(front, call, tensors)
+
+
+def check_tensors(front: Front, call: Call, tensors: Sequence[Tensor], other_form: bool = False) -> int:
+    """Return the number of rows of a batch; raise InputError for a tensor that is not what the step was captured for.
+
+    A batch of an `other_form` may have other arguments and sizes, but not other dtypes, dimensions or unequal rows.
+    """
     rows: int | None = None
     origin = ""
     for name, tensor in zip(call.tensor_names, tensors, strict=True):
+        if other_form and name not in front.examples:
+            continue
         example, dim = front.examples[name], front.dims[name]
         expected = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
         shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, expected))}]"
@@ -227,9 +237,9 @@ def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:
                 f"argument '{name}': compiled for {shape}, got {describe(tensor)}; convert it, or compile again with "
                 "such an example"
             )
-        for d, size in enumerate(tensor.shape):
-            if d != dim and size != example.shape[d]:
-                raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
+        sizes = () if other_form else enumerate(tensor.shape)
+        if any(d != dim and size != example.shape[d] for d, size in sizes):
+            raise InputError(f"argument '{name}': compiled for {shape}, got {describe(tensor)}")
         if dim is None:
             continue
         if rows is None:
@@ -238,6 +248,6 @@ def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:
             raise InputError(
                 f"argument '{name}' has {tensor.shape[dim]} rows but '{origin}' has {rows}; give the same batch to both"
             )
-    if not rows:
+    if rows == 0 or (rows is None and not other_form):
         raise InputError(f"argument '{origin}' has 0 rows, expected at least 1")
-    return rows
+    return rows or 0

@@ -17,7 +17,7 @@ from efftra_fx.build import Built, place
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
 from efftra_fx.example import find_batch
-from efftra_fx.front_end import check_inputs, front_end
+from efftra_fx.front_end import check_inputs, check_tensors, front_end
 from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
@@ -47,7 +47,8 @@ def choose(
     refuse_replaced(variants[0].front)
     refuse_wrong(variants[0].front, call, tensors)
     reason, branches, flags = "", 0, flags_of(model)
-    for index in sorted(range(len(variants)), key=lambda index: index != likely):
+    order = [likely] * (likely < len(variants)) + [index for index in range(len(variants)) if index != likely]
+    for index in order:
         built = variants[index]
         try:
             check_inputs(built.front, call, tensors)
@@ -103,30 +104,7 @@ def refuse_wrong(front: Front, call: Call, tensors: Sequence[Tensor]) -> None:
     """Raise InputError for a batch that differs in what is never captured again: dtypes, dimensions, rows, target."""
     if front.captured.call.has_target != call.has_target:
         check_inputs(front, call, tensors)
-    rows: int | None = None
-    origin = ""
-    for name, tensor in zip(call.tensor_names, tensors, strict=True):
-        example = front.examples.get(name)
-        if example is None:
-            continue
-        dim = front.dims[name]
-        if tensor.dtype != example.dtype or tensor.ndim != example.ndim:
-            sizes = ["rows" if d == dim else size for d, size in enumerate(example.shape)]
-            shape = f"{str(example.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
-            raise InputError(
-                f"argument '{name}': compiled for {shape}, got {describe(tensor)}; convert it, or compile again with "
-                "such an example"
-            )
-        if dim is None:
-            continue
-        if rows is None:
-            rows, origin = tensor.shape[dim], name
-        if tensor.shape[dim] != rows:
-            raise InputError(
-                f"argument '{name}' has {tensor.shape[dim]} rows but '{origin}' has {rows}; give the same batch to both"
-            )
-    if rows == 0:
-        raise InputError(f"argument '{origin}' has 0 rows, expected at least 1")
+    check_tensors(front, call, tensors, other_form=True)
 
 
 def capture_again(

@@ -192,7 +192,8 @@ def about_formula(plan: Plan, figures: Figures) -> list[str]:
         "the last way back and the all-reduces": part.tail_s,
     }
     largest = max(shares, key=lambda name: shares[name])
-    lines.append(f"most of it is {largest}; the period is bound by {part.bound}")
+    bound = part.bound if plan.micro_batches == 1 else f"the period is bound by {part.bound}"
+    lines.append(f"most of it is {largest}; {bound}")
     waits = figures.step_s - figures.compute_end_s
     if waits > 0.005 * figures.step_s:
         lines.append(f"all-reduces last {milli(waits)} ms longer than all computing")

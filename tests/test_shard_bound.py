@@ -98,8 +98,7 @@ def seconds(chain: Chain, width: int, link: Link) -> float:
 def test_no_width_costs_less_than_its_bound(name: str, link: Link, width: int) -> None:
     front, chain = made(name).built.front, made(name).built.chain
     bound = bounded(front.gm, chain, (width,), link, ROWS)
-    if bound == chain:
-        pytest.skip("no block is faster")
+    assert bound != chain  # some block may be faster, or there is nothing to hold
     modelled = with_tensor(front.gm, chain, (width,))
     assert seconds(bound, width, link) <= seconds(modelled, width, link) * (1 + 1e-9)
 
