@@ -48,6 +48,7 @@ from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.joint_updates import note_parts
 from efftra_fx.misuse import NotAModule
+from efftra_fx.opaque import nobodys
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -359,7 +360,7 @@ class CompiledModel(NotAModule):
         front, back = self._forms[form].front, self._forms[form].back
         seed = self._seed(front.alone is not None or front.tail.random, back.random)
         results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
-        self._add_gradients(results)
+        self._add_gradients(results, front.captured.seldom)
         if scaler is not None:
             share_overflow(self.parameters(), self.world, self._stand_in)
         if self.optimizer is not None:
@@ -463,7 +464,8 @@ class CompiledModel(NotAModule):
 
         return dict(self.world.run(work))
 
-    def _add_gradients(self, results: Mapping[int, StepResult]) -> None:
+    def _add_gradients(self, results: Mapping[int, StepResult], seldom: frozenset[str]) -> None:
+        """Add a step's gradients to `.grad`; those of `seldom` parameters only if anything gave one."""
         done: set[int] = set()
         parameters = self._parameters
         found = whole_gradients(self.built, {rank: result.gradients for rank, result in results.items()})
@@ -471,7 +473,7 @@ class CompiledModel(NotAModule):
             held = self.built.tensors[rank].parameters
             for name, gradient in found[rank].items():
                 parameter = parameters.get(name, held[name])
-                if id(parameter) in done:
+                if id(parameter) in done or (name in seldom and nobodys(gradient)):
                     continue
                 done.add(id(parameter))
                 own = self._own(name, parameter)

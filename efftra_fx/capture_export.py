@@ -17,9 +17,9 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from efftra_fx.capture_functional import functional
-from efftra_fx.capture_guards import AsksValuesError
+from efftra_fx.capture_guards import AsksValuesError, NotCapturedError
 from efftra_fx.capture_regions import inline_grad_regions
-from efftra_fx.errors import CaptureError, EfftraError
+from efftra_fx.errors import EfftraError
 from efftra_fx.places import line_of_error, modules_of_error
 
 
@@ -45,7 +45,8 @@ def export_step(
 ) -> Exported:
     """Return the step of these tensors, with the rows of `batch_leaves` and the `moving` dimensions as symbols.
 
-    Raises AsksValuesError where the step asks for values, CaptureError where it cannot be exported for another reason.
+    Raises AsksValuesError where the step asks for values, NotCapturedError where it cannot be exported for another
+    reason.
     """
     auto: Any = Dim.AUTO
     shapes = [None if dim is None else {dim: auto} for dim in batch_leaves]
@@ -80,7 +81,7 @@ def export_step(
             if not _needs_values(error):
                 asks.reason = f"it cannot be traced ({_first_line(error)})"
             raise asks from error
-        raise CaptureError(_why(error)) from error
+        raise NotCapturedError(_why(error)) from error
     finally:
         logging.disable(logged)
         for name, module in model.named_modules():

@@ -87,7 +87,7 @@ class Answers:
             self.by_line.setdefault(line, deque()).append(answer)
             return answer
 
-        with _asking(ask):
+        with asking(ask):
             yield
 
     @contextmanager
@@ -107,7 +107,7 @@ class Answers:
             guards.append(Asked(value, answer, line, stops))
             return answer
 
-        with _asking(ask):
+        with asking(ask):
             yield
 
 
@@ -123,11 +123,15 @@ def no_questions() -> Iterator[None]:
             f"at {line}; replace the branch by torch.where, or move it out of forward"
         )
 
-    with _asking(ask):
+    with asking(ask):
         yield
 
 
-class AsksValuesError(CaptureError):
+class NotCapturedError(CaptureError):
+    """Raise where a model is no graph, and might yet run as it is."""
+
+
+class AsksValuesError(NotCapturedError):
     """Raise where Python asks for a value, or cannot be traced for another `reason`.
 
     `paths` are the modules in which it does, the innermost first.
@@ -138,7 +142,7 @@ class AsksValuesError(CaptureError):
 
 
 @contextmanager
-def _asking(ask: Ask) -> Iterator[None]:
+def asking(ask: Ask) -> Iterator[None]:
     """Hand every question for a tensor's value to `ask(tensor, line, stops, proceed)`, also those of torch's Python."""
     with ExitStack() as stack:
         for name in _METHODS:

@@ -196,23 +196,53 @@ class Watch:
 
 
 @contextmanager
-def modules_kept_whole(modules: Mapping[str, nn.Module], first: Watch, second: Watch) -> Iterator[None]:
+def modules_kept_whole(
+    modules: Mapping[str, nn.Module], first: Watch, second: Watch, halves: tuple[Watch, Watch] | None = None
+) -> Iterator[None]:
     """While this lasts, calls of these modules become opaque operators.
 
     `first` and `second` watched the model on batches of different sizes: from them the shapes of results
-    are known. Raises CaptureError for a module that cannot be one node.
+    are known. `halves` watched it on the halves of the first batch, where it takes them: what adds up to the whole's
+    size without following the rows was selected by values. Raises NotKeptError for a module that cannot be one node.
     """
     with ExitStack() as stack:
         for path, module in modules.items():
             calls = list(zip(first.calls[path], second.calls[path], strict=False))
+            parts = list(zip(*(half.calls[path] for half in halves), strict=False)) if halves is not None else []
             for one, other in calls:
-                if one.structure != other.structure or one.constants != other.constants:
-                    raise CaptureError(
-                        f"module '{path}' cannot be captured, and cannot be kept as it is since what it returns "
-                        "besides tensors changes with the batch; return tensors alone"
-                    )
+                _refuse_other_results(path, one, other)
+            for (one, other), pieces in zip(calls, parts, strict=False):
+                _refuse_selections(path, (one, other), pieces)
             stack.enter_context(_forward_replaced(module, _opaque_forward(path, module, iter(calls))))
         yield
+
+
+class NotKeptError(CaptureError):
+    """Raise where the module at `path` cannot be one node, for a `problem`; one around it might."""
+
+    def __init__(self, path: str, problem: str, way_out: str) -> None:
+        super().__init__(
+            f"{called(path)} cannot be captured, and cannot be kept as it is since it {problem}; {way_out}"
+        )
+        self.path, self.problem = path, problem
+
+
+def _refuse_other_results(path: str, one: Seen, other: Seen) -> None:
+    if one.structure != other.structure or one.constants != other.constants:
+        raise NotKeptError(path, "returns more than tensors, and that changes with the batch", "return tensors alone")
+
+
+def _refuse_selections(path: str, pair: tuple[Seen, Seen], halves: tuple[Seen, Seen]) -> None:
+    """Raise NotKeptError where results of the halves of a batch show that values decide a size, or what is returned."""
+    whole, rules = pair[0], _size_rules(path, pair)
+    for half in halves:
+        _refuse_other_results(path, whole, half)
+    for number, rule in enumerate(rules):
+        pieces = [half.results[number] for half in halves]
+        for size, said, *found in zip(whole.results[number], rule, *pieces, strict=True):
+            expected = [said if isinstance(said, int) else h.operands[said[0]][said[1]] * said[2] for h in halves]
+            if found != expected and sum(found) == size:
+                raise _unexplained(path, size, found[0])
 
 
 def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Seen]]) -> Callable[..., Any]:
@@ -225,7 +255,9 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
             return original(*args, **kwargs)
         pair = next(calls, None)
         if pair is None:
-            raise CaptureError(f"module '{path}' is called more often while it is captured than when it runs")
+            raise NotKeptError(
+                path, "is called more often while it is captured than when it runs", "call it as often each time"
+            )
         leaves, tree = take_apart((args, kwargs))
         flat = [leaf for _, leaf in leaves]
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
@@ -291,25 +323,40 @@ class _Bare(nn.Module):
         return output, [self.module.get_buffer(name) for name in written]
 
 
+def called(path: str) -> str:
+    """Return what a module at a path is called in words."""
+    return f"module '{path}'" if path else "the model"
+
+
 def _refuse_other_sizes(path: str, results: Sequence[Tensor], expected: Sequence[Sequence[int]]) -> None:
     for result, sizes in zip(results, expected, strict=False):  # an operator says itself where it gives another number
         if tuple(result.shape) != tuple(sizes):
             raise OtherSizesError(
-                f"module '{path}' runs as it is and gave a tensor of sizes {list(result.shape)}, where its arguments' "
+                f"{called(path)} runs as it is and gave a tensor of sizes {list(result.shape)}, where its arguments' "
                 f"sizes say {list(sizes)}: its results' sizes depend on values; give them a fixed size (by masks in "
                 "place of selections, total_length= of pad_packed_sequence)"
             )
 
 
-def _size_rule(path: str, pair: tuple[Seen, Seen]) -> Callable[[Sequence[Tensor]], list[list[Any]]]:
-    """Return what gives sizes of results for operands: each is constant, or a multiple of an operand's size."""
+_Rule = list[tuple[int, int, int] | int]
+
+
+def _size_rules(path: str, pair: tuple[Seen, Seen]) -> list[_Rule]:
+    """Return for each result its sizes: each is constant, or a multiple of an operand's size."""
     one, two = pair
-    rules: list[list[tuple[int, int, int] | int]] = []
-    for a, b in zip(one.results, two.results, strict=True):
-        rule: list[tuple[int, int, int] | int] = []
-        for x, y in zip(a, b, strict=True):
-            rule.append(x if x == y else _multiple(path, x, y, one, two))
-        rules.append(rule)
+    if [len(a) for a in one.results] != [len(b) for b in two.results]:
+        raise NotKeptError(
+            path, "has results with other numbers of dimensions in other batches", "let them have the same in each"
+        )
+    return [
+        [x if x == y else _multiple(path, x, y, one, two) for x, y in zip(a, b, strict=True)]
+        for a, b in zip(one.results, two.results, strict=True)
+    ]
+
+
+def _size_rule(path: str, pair: tuple[Seen, Seen]) -> Callable[[Sequence[Tensor]], list[list[Any]]]:
+    """Return what gives sizes of results for operands."""
+    rules = _size_rules(path, pair)
 
     def sizes(operands: Sequence[Tensor]) -> list[list[Any]]:
         return [[r if isinstance(r, int) else operands[r[0]].shape[r[1]] * r[2] for r in rule] for rule in rules]
@@ -322,9 +369,14 @@ def _multiple(path: str, x: int, y: int, one: Seen, two: Seen) -> tuple[int, int
         for dim, (p, q) in enumerate(zip(a, b, strict=True)):
             if p != q and p and x % p == 0 and x // p * q == y:
                 return index, dim, x // p
-    raise CaptureError(
-        f"module '{path}' cannot be captured, and its results have sizes that its arguments' sizes do not explain "
-        f"({x} and {y} for two batches); give them a fixed size, for instance by masks in place of selections"
+    raise _unexplained(path, x, y)
+
+
+def _unexplained(path: str, x: int, y: int) -> NotKeptError:
+    return NotKeptError(
+        path,
+        f"has results with sizes that its arguments' sizes do not explain ({x} and {y} for two batches)",
+        "give them a fixed size, for instance by masks in place of selections",
     )
 
 

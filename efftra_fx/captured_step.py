@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from efftra_fx.capture_guards import NotCapturedError
 from efftra_fx.errors import CaptureError
 from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.python_state import PythonState
@@ -32,21 +33,23 @@ def capture_step(
     """Capture the step and check it against eager, on a few rows (`small`) or, where values of all decide, on all.
 
     Where that cannot be done with the loss in the graph, it is done with the loss as it is (`divided`: on each
-    part), which `as_it_is`, a reason, asks for at once.
+    part), which `as_it_is`, a reason, asks for at once; and else with the model as it is.
     """
 
     modules = (model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)
 
-    def captured(whole_loss: str) -> Captured:
+    def captured(whole_loss: str = "", whole_model: str = "") -> Captured:
         before = PythonState(*modules)
         try:
-            return as_captured(whole_loss)
+            return as_captured(whole_loss, whole_model)
         finally:
             before.restore()
 
-    def as_captured(whole_loss: str) -> Captured:
+    def as_captured(whole_loss: str, whole_model: str) -> Captured:
         begin = time.perf_counter()
-        found = capture(model, call, tensors, dims, loss_fn, whole_loss=whole_loss, divided=divided)
+        found = capture(
+            model, call, tensors, dims, loss_fn, whole_loss=whole_loss, divided=divided, whole_model=whole_model
+        )
         timed("trace", begin)
         if not found.symbolic:
             fixed = [(n, t.shape[d]) for n, t, d in zip(call.tensor_names, tensors, dims, strict=True) if d is not None]
@@ -56,7 +59,7 @@ def capture_step(
                 "take sizes from the tensors (x.shape[0]) and not from constants, or say batch_dims={name: None} "
                 "for a tensor that carries no batch"
             )
-        if check or whole_loss:
+        if check or whole_loss or whole_model:
             begin = time.perf_counter()
             few = tensors if found.guards is not None or whole_loss else small
             use = on_few_or_all(lambda rows: check_capture(model, found, rows, loss_fn), few, tensors)
@@ -64,18 +67,32 @@ def capture_step(
             timed("check capture", begin)
         return found
 
-    if as_it_is:
-        return captured(as_it_is)
     try:
-        return captured("")
+        return captured(as_it_is)
     except WritesParametersError as error:
         raise CaptureError(str(error)) from error
     except CaptureError as error:
-        if loss_fn is None:
-            raise
+        first = error
+    said = [str(first)]
+    model_reason = str(first) if isinstance(first, NotCapturedError) else ""
+
+    def tried(what: str, whole_loss: str = "", whole_model: str = "") -> Captured | None:
+        nonlocal model_reason
         try:
-            return captured(str(error))
-        except CaptureError as second:
-            if str(second) == str(error):
-                raise error from error.__cause__
-            raise CaptureError(f"{error}; nor can the loss run as it is: {second}") from error
+            return captured(whole_loss, whole_model)
+        except CaptureError as error:
+            if not whole_model and isinstance(error, NotCapturedError):
+                model_reason = str(error)
+            if str(error) not in said:
+                said.append(f"nor can {what} run as it is: {error}")
+            return None
+
+    loss_left = loss_fn is not None and not as_it_is
+    found = tried("the loss", str(first)) if loss_left else None
+    if found is None and model_reason:
+        found = tried("the model", as_it_is, model_reason)
+        if found is None and loss_left:
+            found = tried("both", str(first), model_reason)
+    if found is None:
+        raise CaptureError("; ".join(said)) from first.__cause__ or first
+    return found

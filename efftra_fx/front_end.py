@@ -120,7 +120,7 @@ def front_end(
         *norm_notes(norms, options.batch_norm),
         *buffers,
         *hook_notes(*models),
-        *opaque_notes(captured, divided),
+        *opaque_notes(captured, gm, divided),
         *python_notes(captured),
         *sparse_notes(captured),
     )

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from efftra_fx.capture_normal import sparse_lines
-from efftra_fx.meta import OUTPUTS
+from efftra_fx.capture_opaque import called
+from efftra_fx.meta import BATCH, OUTPUTS, PATH
+from efftra_fx.opaque import is_opaque
 from efftra_fx.trace import Captured
 
 
@@ -29,13 +31,30 @@ def sparse_notes(captured: Captured) -> tuple[str, ...]:
     )
 
 
-def opaque_notes(captured: Captured, divided: bool) -> tuple[str, ...]:
-    notes = [f"module '{path}' runs as it is, in one piece: {reason}" for path, reason in captured.opaque]
+def opaque_notes(captured: Captured, gm: fx.GraphModule, divided: bool) -> tuple[str, ...]:
+    """Say once what runs as it is; `gm` is the graph that was proven."""
+    notes = [f"{called(path)} runs as it is, in one piece: {reason}" for path, reason in captured.opaque]
+    kept = {path for path, _ in captured.opaque}
+    together = dict.fromkeys(PATH.get(n) or "" for n in gm.graph.nodes if _mixes(n))
+    notes += [
+        f"{called(path)} computes with several rows together, or decides by them, so it and what follows from it are "
+        "computed once a step, on the whole batch; where each row is to decide for itself, use torch.where"
+        for path in together
+        if path in kept
+    ]
     if captured.whole_loss:
         reason = captured.whole_loss.removeprefix("the model cannot be captured as a graph: ").partition("; ")[0]
         where = "on each part" if divided else "once a step on the whole batch's output"
         notes.append(f"the loss runs as it is, {where}: {reason}")
     return tuple(notes)
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Say whether code that runs as it is mixes rows that come to it apart."""
+    if not is_opaque(node.target) or any(BATCH[n].kind == "mixed" for n in node.all_input_nodes):
+        return False
+    results = [user for user in node.users if any(reader.op != "output" for reader in user.users)]
+    return any(BATCH[user].kind == "mixed" for user in results)
 
 
 def norm_notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 The forward runs without autograd, and the backward runs it again with it. What it draws the second time
 is what it drew the first: the state of the random generators is one of the operator's results, which
-the backward is given.
+the backward is given. An operand that no gradient reaches (an expert that no row took) gets minus zeros: added to
+anything they change nothing, so a sum of gradients is all minus zeros only if nobody gave one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _COUNT = itertools.count()
 _WHOLE: set[Any] = set()
 _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
 _SETTINGS: dict[Any, tuple[tuple[str, torch.dtype, bool], ...]] = {}
+
+NOTHING = -0.0  # what is a sum of nothing: 0.0 + NOTHING is 0.0, and NOTHING + NOTHING is NOTHING
 
 _WANTS_GRADIENTS = ("does not require grad", "not have been used in the graph")
 
@@ -117,7 +120,7 @@ def make_operator(
             found: Sequence[Tensor | None] = [None] * len(moved)
             if pairs:
                 found = torch.autograd.grad([r for r, _ in pairs], moved, [g for _, g in pairs], allow_unused=True)
-        return [torch.zeros_like(t) if g is None else _own(g) for t, g in zip(moved, found, strict=True)]
+        return [_nobodys_for(t) if g is None else _own(g).add_(0.0) for t, g in zip(moved, found, strict=True)]
 
     def backward_shape(operands: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> list[Tensor]:
         moved = [t for t, flag in zip(operands, moving(operands), strict=True) if flag]
@@ -220,6 +223,16 @@ def _autocast(settings: Sequence[tuple[str, torch.dtype, bool]]) -> Iterator[Non
         yield
 
 
+def _nobodys_for(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, NOTHING, memory_format=torch.contiguous_format)
+
+
+def nobodys(gradient: Tensor) -> bool:
+    """Say whether a sum of gradients is one that no operator made here has given anything to."""
+    parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return bool((torch.signbit(parts) & (parts == 0)).all())
+
+
 def is_opaque(target: Any) -> bool:
     """Say whether a node's target is an operator made here."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE
@@ -240,12 +253,14 @@ def _differentiable(tensor: Tensor) -> bool:
 
 
 __all__ = [
+    "NOTHING",
     "OtherSizesError",
     "is_opaque",
     "kind_of",
     "lowers_precision",
     "make_operator",
     "needs_whole_batch",
+    "nobodys",
     "pulled_back",
     "random_states",
     "run_without_chance",

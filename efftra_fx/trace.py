@@ -8,9 +8,10 @@ the loss and then the new values of the buffers that the forward writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,14 +27,23 @@ from efftra_fx.capture_guards import (
     Asked,
     AsksValuesError,
     Guards,
+    NotCapturedError,
 )
 from efftra_fx.capture_loss import WholeLoss, dtype_of_loss
 from efftra_fx.capture_norms import averages_of_all_batches, norms_of_one_device
-from efftra_fx.capture_opaque import Watch, alignments_kept_whole, functions_kept_whole, modules_kept_whole
+from efftra_fx.capture_opaque import (
+    NotKeptError,
+    Watch,
+    alignments_kept_whole,
+    functions_kept_whole,
+    modules_kept_whole,
+)
 from efftra_fx.capture_packed import sequences_kept_padded
 from efftra_fx.capture_refused import own_chance_refused
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.meta import ROLE
+from efftra_fx.opaque import is_opaque
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
 from efftra_fx.python_state import PythonUse
@@ -64,6 +74,17 @@ class Captured:
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
 
+    @cached_property
+    def seldom(self) -> frozenset[str]:
+        """The parameters that may get no gradient in some batches: only code that runs as it is reads them."""
+        found = set()
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" and ROLE[node].kind == "parameter":
+                readers = [n for n in node.users if n.target is not torch.ops.aten.detach.default]
+                if readers and all(is_opaque(n.target) for n in readers):
+                    found.add(ROLE[node].name)
+        return frozenset(found)
+
 
 def capture(
     model: nn.Module,
@@ -75,6 +96,7 @@ def capture(
     whole_loss: str = "",
     divided: bool = False,
     moving: Sequence[Sequence[int]] = (),
+    whole_model: str = "",
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
@@ -82,14 +104,27 @@ def capture(
     size, the graph is captured at the size of the example and `symbolic` is False. So do each leaf's
     `moving` dimensions where the model allows it.
     With `whole_loss`, a reason, the loss function is one node that sees the whole batch; or, if it may be
-    `divided`, the part at hand.
-    Raises CaptureError where the model cannot be captured.
+    `divided`, the part at hand. With `whole_model`, a reason, the model is one node; so is one whose output is
+    wanted and that cannot be had otherwise.
+    Raises NotCapturedError where only that is left, another CaptureError where the model cannot be captured.
     """
     dims = tuple(batch_leaves)
     attempt = _Attempt(model, call, distinct(tensors), dims, loss_fn, want, flags=flags_of(model), moving=moving)
     if whole_loss:
         assert loss_fn is not None
         attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt), divided)
+    try:
+        if whole_model:
+            attempt.opaque[""] = _reason(whole_model)
+            return _with_answers(attempt)
+        return _captured(attempt)
+    except NotCapturedError as error:
+        if want != "output" or whole_model or moving:
+            raise
+        return capture(model, call, tensors, dims, want=want, whole_model=str(error))
+
+
+def _captured(attempt: _Attempt) -> Captured:
     try:
         return attempt.capture()
     except AsksValuesError as first:
@@ -114,6 +149,9 @@ def surroundings_of(model: nn.Module) -> tuple[Any, ...]:
     return (*casts, *private.hook_numbers(model))
 
 
+Watches = tuple[Watch, Watch, tuple[Watch, Watch] | None]
+
+
 @dataclass
 class _Attempt:
     """One way to capture a step: with answers for what it asks, and with some modules kept whole."""
@@ -127,7 +165,7 @@ class _Attempt:
     answers: Answers | None = None
     flags: tuple[Any, ...] = ()
     opaque: dict[str, str] = field(default_factory=dict)
-    watches: tuple[Watch, Watch] | None = None
+    watches: Watches | None = None
     whole_loss: WholeLoss | None = None
     moving: Sequence[Sequence[int]] = ()
 
@@ -201,7 +239,7 @@ class _Attempt:
                 found = replace(guards[0], gm=both)
         except OtherOperatorsError as error:
             if not error.path:
-                raise CaptureError(str(error)) from error
+                raise NotCapturedError(str(error)) from error
             asks = AsksValuesError(str(error))
             parts = error.path.split(".")
             asks.paths = tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -221,7 +259,7 @@ def _refuse_least_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -
         size = node.meta["val"].shape[dim] if dim is not None else None
         least = private.least_size(size) if isinstance(size, torch.SymInt) and not size.node.expr.is_number else 0
         if least > 2:
-            raise CaptureError(
+            raise NotCapturedError(
                 f"the model cannot be captured as a graph: it takes at least {least} rows, and a part of the batch may "
                 "have fewer; select by a mask in place of a number of rows"
             )
@@ -236,39 +274,51 @@ def _is_symbolic(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> bool
     return True
 
 
-def _with_answers(attempt: _Attempt, first: AsksValuesError) -> Captured:
+def _with_answers(attempt: _Attempt, first: AsksValuesError | None = None) -> Captured:
     """Capture again with the answers of a real run; modules whose questions depend on parameters stay whole."""
-    modules = {path: m for path, m in attempt.model.named_modules() if path}
+    modules = dict(attempt.model.named_modules())
     while True:
         try:
             attempt.answers, attempt.watches = _run_for_real(attempt, {path: modules[path] for path in attempt.opaque})
         except CaptureError as error:
-            if first.reason == AsksValuesError.reason or isinstance(error, WritesParametersError):
+            if first is None or first.reason == AsksValuesError.reason or isinstance(error, WritesParametersError):
                 raise
-            raise CaptureError(f"{first}; nor can parts of it run as they are: {error}") from error
+            raise NotCapturedError(f"{first}; nor can parts of it run as they are: {error}") from error
         try:
             return attempt.capture()
+        except NotKeptError as error:
+            path, reason = error.path.rpartition(".")[0], f"'{error.path}' in it {error.problem}"
+            if not path:
+                raise NotCapturedError(str(error)) from error
+            del attempt.opaque[error.path]
         except AsksValuesError as again:
             # What an opaque module holds is asked again only where that could not be opaque itself.
-            known = tuple(f"{q}." for q in attempt.opaque)
-            left = (p for p in again.paths if p in modules and p not in attempt.opaque and not p.startswith(known))
-            path = next(left, None)
-            if path is None:
-                raise CaptureError(str(again)) from (again.__cause__ or first)
+            left = (p for p in again.paths if p in modules and not _within(p, attempt.opaque))
+            outer = next(left, None)
+            if outer is None:
+                raise NotCapturedError(str(again)) from (again.__cause__ or first)
+            path = outer
             place = re.search(r' at (File "[^"]+", line \d+|[^ ;]+:\d+)', str(again))
             line = place[1] if place else ""
-            kind = type(modules[path])
-            alike = [
-                p
-                for p, m in modules.items()
-                if type(m) is kind and not any(p.startswith(f"{q}.") for q in attempt.opaque)
-            ]
-            for inner in [q for q in attempt.opaque if any(q.startswith(f"{p}.") for p in alike)]:
-                del attempt.opaque[inner]
-            attempt.opaque.update({p: f"{again.reason} at {line}" if line else again.reason for p in alike})
+            reason = f"{again.reason} at {line}" if line else again.reason
+        kind = type(modules[path])
+        alike = [p for p, m in modules.items() if p and type(m) is kind and not _within(p, attempt.opaque)]
+        for inner in [q for q in attempt.opaque if _within(q, alike)]:
+            del attempt.opaque[inner]
+        attempt.opaque.update(dict.fromkeys(alike, reason))
 
 
-def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Answers, tuple[Watch, Watch]]:
+def _within(path: str, modules: Collection[str]) -> bool:
+    """Say whether a module is one of these, or inside one."""
+    return any(not one or path == one or path.startswith(f"{one}.") for one in modules)
+
+
+def _reason(why: str) -> str:
+    """Return why a model is no graph, without what to do about it."""
+    return why.removeprefix("the model cannot be captured as a graph: ").partition("; ")[0]
+
+
+def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Answers, Watches]:
     """Run the eager model on the example, and on a smaller batch; leave buffers and random state as they were."""
     sizes = {t.shape[d] for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True) if d is not None}
     rows = min(sizes, default=1)
@@ -277,14 +327,28 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
         for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
     ]
     step = _eager(attempt)
-    watches = Watch(kept), Watch(kept)
+    watches, halves = (Watch(kept), Watch(kept)), (Watch(kept), Watch(kept))
     answers = Answers()
     with _state_kept(attempt):
         with watches[0].on(), answers.recording(), _own_code(attempt):
             step.result([t.clone() for t in attempt.tensors])
         with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
             step.result([t.clone() for t in smaller])
-    return answers, watches
+        try:
+            for watch, part in zip(halves, (slice(0, rows // 2), slice(rows // 2, rows)), strict=True):
+                with watch.on():
+                    step.result(_part(attempt, part))
+        except Exception:  # a half may be too small for the model
+            return answers, (*watches, None)
+    return answers, (*watches, halves)
+
+
+def _part(attempt: _Attempt, rows: slice) -> list[Tensor]:
+    """Return the example's tensors with only some rows."""
+    return [
+        t.clone() if d is None else t.narrow(d, rows.start, rows.stop - rows.start).clone()
+        for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
+    ]
 
 
 def _eager(attempt: _Attempt) -> Step:

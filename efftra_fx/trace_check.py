@@ -23,7 +23,7 @@ from efftra_fx.first_difference import EagerRecord, differs_backward, differs_fo
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
-from efftra_fx.opaque import OtherSizesError
+from efftra_fx.opaque import OtherSizesError, nobodys
 from efftra_fx.python_state import PythonState, PythonUse, reads_noted
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace import Captured
@@ -289,7 +289,7 @@ def _gradients_apart(expected: Mapping[str, Tensor | None], found: Mapping[str, 
             difference = _apart(f"the gradient of '{name}'", a, b, gradient=name)
             if difference is not None:
                 return difference
-        elif any(one is not None and bool(one.any()) for one in (a, b)):
+        elif (a is None) != (b is None or nobodys(b)):
             has, lacks = ("eager", "the captured graph") if b is None else ("the captured graph", "eager")
             return _Difference(
                 f"the gradient of '{name}' exists in {has} and not in {lacks}: the graph is not the model",

@@ -28,10 +28,12 @@ from efftra_fx.opaque import OtherSizesError, is_opaque, needs_whole_batch, run_
 
 from .adding import adds_up
 from .batch_backward import mixing_backwards
+from .batch_opaque import deciding_together, operands_of_opaque
 from .means import argument, with_argument
 from .slices import draws
 
 _TOLERANCE = 1e-9
+_MOST_ROWS = 16
 _NOT_ALONE = (RuntimeError, IndexError, ValueError, OtherSizesError)  # what says that a part cannot be computed alone
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _SHAPE_ONLY = frozenset(
@@ -109,7 +111,26 @@ class ProveBatch:
         for node in _undivided(gm, mixing_backwards(gm, whole, parts, sizes)) if self.trains else ():
             if node.op != "output":
                 BATCH[node] = Split("mixed")
+        for node in _undivided(gm, self.deciding(gm, values)):
+            if node.op != "output":
+                BATCH[node] = Split("mixed")
         return gm
+
+    def deciding(self, gm: fx.GraphModule, values: Mapping[tuple[str, str], Tensor]) -> set[fx.Node]:
+        """Return the nodes whose own code decides by several rows at once, as more rows than the first few show."""
+        read = operands_of_opaque(gm)
+        if not read:
+            return set()
+        inputs = self.every or self.inputs
+        rows = next(t.shape[d] for t, d in zip(inputs, self.batch_leaves, strict=True) if d is not None)
+        if self.every and rows > _MOST_ROWS:
+            rows = _MOST_ROWS
+            inputs = take_rows(inputs, self.batch_leaves, slice(0, rows))
+        try:
+            whole = evaluate_nodes(gm, values, inputs, read)
+        except _NOT_ALONE:
+            return set()  # the first proof was of all rows already, since fewer do not stand alone
+        return deciding_together(gm, whole, rows)
 
     def rows_alike(self, gm: fx.GraphModule, inputs: Sequence[Tensor]) -> set[fx.Node]:
         """Return the nodes that read an input whose rows are all the same."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.meta import CONSTANTS, ROLE
+from efftra_fx.opaque import NOTHING
 
 from .tail import Tail
 
@@ -60,7 +61,7 @@ class TailFunction:
             wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         seeds = {
-            name: torch.zeros_like(leaf) if gradient is None else gradient
+            name: torch.full_like(leaf, NOTHING) if gradient is None else gradient
             for (name, leaf), gradient in zip(wanted.items(), found, strict=True)
         }
         return loss.detach(), seeds

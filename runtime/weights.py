@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from efftra_fx.opaque import NOTHING
 from efftra_fx.program import AllReduce
 
 from .transport import Handle, Transport, result_of
@@ -220,18 +221,18 @@ class StepGradients:
             self.reduce(self.waiting[0], transport)
 
     def reduce(self, reduce: AllReduce, transport: Transport) -> None:
-        """Start a bucket's all-reduce unless it has; parameters without a gradient here count as zeros."""
+        """Start a bucket's all-reduce unless it has; parameters without a gradient here add nothing."""
         if reduce not in self.waiting:
             return
         self.waiting.remove(reduce)
         bucket = self.layout.buckets[reduce]
         flat = self.flats.pop(reduce, None)
         if flat is None:
-            flat = bucket.allocate(self.layout.device).zero_()
+            flat = bucket.allocate(self.layout.device).fill_(NOTHING)
         else:
             for slot in bucket.slots:
                 if not self.sums.filled[self.layout.place[slot.name]]:
-                    slot.view(flat).zero_()
+                    slot.view(flat).fill_(NOTHING)
         for slot in bucket.slots:
             self.sums.tensors[self.layout.place[slot.name]] = None
             del self.sums.reserved[self.layout.place[slot.name]]

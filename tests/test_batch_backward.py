@@ -44,8 +44,8 @@ def module_with(backward: Callable[[Tensor], Tensor], asks: bool = False) -> nn.
             self.line = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            if asks and x.sum() > 1e9:
-                return x
+            if asks and torch.isnan(x).any():
+                x = torch.nan_to_num(x)
             out: Tensor = Written.apply(self.line(x))  # type: ignore[no-untyped-call]
             return out
 

@@ -38,17 +38,6 @@ def test_torchscript_is_refused_by_its_path() -> None:
         compiled(Habit(model, (features(),), classes(), cross_entropy), 1)
 
 
-def each_row(model: nn.Module, h: Tensor) -> Tensor:
-    return torch.stack([torch.tanh(row) for row in h])
-
-
-def test_a_loop_over_rows_outside_of_modules_is_refused_with_its_line() -> None:
-    with pytest.raises(
-        CaptureError, match=r"for 7 rows than for 6 at File .*; do not loop over rows, or put that part"
-    ):
-        compiled(plain(each_row), 1)
-
-
 def every_row(model: nn.Module, h: Tensor) -> Tensor:
     """Compute with one row at a time, as seen from inside, and with values of none."""
     shared = torch.linspace(0, 1, WIDTH, dtype=h.dtype)
@@ -109,19 +98,3 @@ def test_a_forward_that_writes_parameters_where_autograd_does_not_see_it_is_refu
     with pytest.raises(CaptureError, match="forward writes parameter '.*shift' in place, .* write it between steps"):
         compiled(habit, 1)
     assert all(torch.equal(value, before[name]) for name, value in habit.model.state_dict().items())
-
-
-def test_a_branch_on_a_buffer_that_the_step_counts_up_is_refused_by_its_name() -> None:
-    class Warm(Net):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-            self.seen += 1
-            return super().forward(x * 2 if self.seen < 3 else x)
-
-    with pytest.raises(CaptureError, match=r"depends on buffer 'seen', which the step itself writes, at .*torch.where"):
-        compiled(Habit(Warm().double(), (features(),), classes(), cross_entropy), 1)
