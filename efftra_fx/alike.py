@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from efftra_fx.compiler import Front, Options
 from efftra_fx.dump import print_graph
-from efftra_fx.errors import InputError
+from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.meta import ROLE
 from efftra_fx.runtime.checkpoint import Owned, share_tensors
 from efftra_fx.state import all_parameters
 from efftra_fx.world import World
+
+_MOST_NUMBERS = 4096  # of a tensor, that are compared
 
 
 def same_start(model: nn.Module, loss_fn: Any, world: World) -> str | None:
@@ -28,7 +31,7 @@ def same_start(model: nn.Module, loss_fn: Any, world: World) -> str | None:
         return None
     named: list[tuple[str, Tensor]] = [*all_parameters(model, loss_fn), *model.named_buffers()]
     _same_text([_described(name, tensor) for name, tensor in named], "have different models", world)
-    everyone = world.gather([_fingerprint(tensor) for _, tensor in named])
+    everyone = world.gather([fingerprint(tensor) for _, tensor in named])
     names = [name for name, _ in named]
     different = [k for k in range(len(names)) if len({str(one[k]) for one in everyone}) > 1]
     if not different:
@@ -40,6 +43,21 @@ def same_start(model: nn.Module, loss_fn: Any, world: World) -> str | None:
         for k in different:
             named[k][1].copy_(fresh[names[k]])
     return names[different[0]]
+
+
+def agree_on_state(world: World, problem: EfftraError | None, state: Mapping[str, Any]) -> None:
+    """Raise on every rank where one cannot take the state, or has another than the others; a collective call."""
+    lines = [f"{name}: {_sample(value)}" for name, value in state.items() if isinstance(value, Tensor)]
+    if not world.agree_on_call(problem, hashlib.sha256("\n".join(lines).encode()).hexdigest()):
+        _same_text(lines, "were given different states", world, "load the same file on every rank")
+
+
+def _sample(tensor: Tensor) -> str:
+    """Return a few numbers of a tensor, its shape and type as text."""
+    flat = tensor.detach().reshape(-1)
+    few = flat[:: -(-flat.numel() // _MOST_NUMBERS) or 1].cpu().tolist()
+    digest = hashlib.sha256(str(few).encode()).hexdigest()[:16]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {few[:3]}, ... {digest}"
 
 
 def same_capture(front: Front, options: Options, world: World) -> None:
@@ -61,7 +79,9 @@ def same_capture(front: Front, options: Options, world: World) -> None:
     _same_text([*lines, *_numbered(nodes)], "captured different steps", world)
 
 
-def _same_text(lines: list[str], what: str, world: World) -> None:
+def _same_text(
+    lines: list[str], what: str, world: World, advice: str = "give every rank the same model, loss, mode and options"
+) -> None:
     """Raise InputError with the first line that differs where not all ranks have the same lines."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(world.gather(digest))) == 1:
@@ -73,10 +93,7 @@ def _same_text(lines: list[str], what: str, world: World) -> None:
         min(len(everyone[0]), len(everyone[other])),
     )
     here, there = (one[place] if place < len(one) else "nothing more" for one in (everyone[0], everyone[other]))
-    raise InputError(
-        f"the ranks {what}: rank 0 has '{here}', rank {other} has '{there}'; give every rank the same model, loss, "
-        "mode and options"
-    )
+    raise InputError(f"the ranks {what}: rank 0 has '{here}', rank {other} has '{there}'; {advice}")
 
 
 def _described(name: str, tensor: Tensor) -> str:
@@ -90,11 +107,11 @@ def _numbered(lines: list[str]) -> list[str]:
     return [re.sub(r"\bs\d+\b", lambda found: known.setdefault(found[0], f"s{len(known)}"), line) for line in lines]
 
 
-def _fingerprint(tensor: Tensor) -> list[float]:
-    """Return two numbers that differ where tensors differ, but for rare accidents."""
+def fingerprint(tensor: Tensor) -> list[float]:
+    """Return numbers that differ where tensors differ, but for rare accidents: two sums, and the size of the second."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     flat = flat.to(torch.float64)
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
-    return [float(flat.sum()), float((flat * weights).sum())]
+    return [float(flat.sum()), float((flat * weights).sum()), float((flat.abs() * weights).sum())]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.alike import same_capture, same_start
+from efftra_fx.alike import agree_on_state, same_capture, same_start
 from efftra_fx.build import (
     Built,
     agreed_plan,
@@ -28,6 +30,7 @@ from efftra_fx.build import (
     place,
     stage_times,
 )
+from efftra_fx.calls import every_rank
 from efftra_fx.check import (
     CheckReport,
     compare_gradients,
@@ -58,6 +61,7 @@ from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
+from efftra_fx.replicas import is_time, note_of_idle, same_replicas
 from efftra_fx.request import check_optimizer, check_subjects, read_examples, read_options
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
@@ -69,6 +73,7 @@ from efftra_fx.state import (
     clip_gradients,
     held_parameters,
     owned,
+    problem_of_norm,
     refresh_copies,
     share,
     take_state,
@@ -203,7 +208,6 @@ class CompiledModel(NotAModule):
         self.make_optimizer, self.timeout_s, self.dump_folder = make_optimizer, timeout_s, dump
         self.optimizer: torch.optim.Optimizer | None = None
         self.report = Report()
-        self.calls = 0
         self.progress = progress
         self._built: Built | None = None
         self._known_parameters: tuple[Built, dict[str, nn.Parameter]] | None = None
@@ -213,7 +217,8 @@ class CompiledModel(NotAModule):
         self._forms_s = 0.0
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations: dict[str, list[Evaluation]] = {}
-        self._number = next(_NUMBERS)
+        self._steps, self._noted = 0, dict[str, int]()  # steps taken, and the parameters' versions after the first
+        self._number, self._place = next(_NUMBERS), 0
 
     @cached_property
     def world(self) -> World:
@@ -230,9 +235,20 @@ class CompiledModel(NotAModule):
             raise InputError("nothing is compiled yet: call step once, or give example_inputs= to compile")
         return self._built
 
+    def _calling(self, name: str) -> AbstractContextManager[None]:
+        """Be in a call that every rank makes meanwhile; this program's, where several share their connections."""
+        if self.cluster.where == "described" and "world" not in self.__dict__:
+            return nullcontext()
+        number = 0 if name == "compile" else None  # what follows the connecting is the same call
+        return self.world.calling(f"{name} of with_plan's program {self._place}" if self._place else name, number)
+
     @torch.inference_mode(False)
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
         """Trace, measure, plan and split for these example inputs; a collective call."""
+        with self._calling("compile"):
+            self._build(args, kwargs, target)
+
+    def _build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
         world = self.world if self.cluster.where != "described" else None
         if world is not None:
             self._same_start(world)
@@ -344,6 +360,7 @@ class CompiledModel(NotAModule):
         return [self.built, *self._variants]
 
     @torch.inference_mode(False)
+    @every_rank
     def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
         """Compute loss and gradients of the global batch, which every rank gives alike; a collective call.
 
@@ -355,12 +372,16 @@ class CompiledModel(NotAModule):
         """
         if self._built is None:
             self.build(args, kwargs, target)
-        form, batch = self._batch(args, kwargs, target)
+        scale = 1.0 if scaler is None else scale_of(scaler)
+        form, batch = self._batch(args, kwargs, target, "" if scaler is None else f", scaled by {scale:g}")
         self._take_turn(self.world)
+        self._look_at_others()
         front, back = self._forms[form].front, self._forms[form].back
         seed = self._seed(front.alone is not None or front.tail.random, back.random)
-        results = self._run(form, batch, seed, 1.0 if scaler is None else scale_of(scaler))
+        results = self._run(form, batch, seed, scale)
         self._add_gradients(results, front.captured.seldom)
+        if self._steps == 1:
+            self._noted = self._versions()
         if scaler is not None:
             share_overflow(self.parameters(), self.world, self._stand_in)
         if self.optimizer is not None:
@@ -371,6 +392,24 @@ class CompiledModel(NotAModule):
                 scaler.update()
             self.optimizer.zero_grad()
         return _loss(results)
+
+    def _look_at_others(self) -> None:
+        """Find, from time to time, that only some ranks have updated what all should; a collective call."""
+        if self._steps == 1:
+            note = note_of_idle(self._updated(), self.world)
+            if note is not None and self.world.first:
+                print(f"efftra_fx: {note}", file=sys.stderr)
+        if is_time(self._steps):
+            same_replicas(self.built, self.world)
+        self._steps += 1
+
+    def _versions(self) -> dict[str, int]:
+        return {name: p._version for name, p in self._parameters.items() if p.requires_grad and p.grad is not None}
+
+    def _updated(self) -> bool | None:
+        if not self._noted:
+            return None
+        return any(self._parameters[name]._version != version for name, version in self._noted.items())
 
     def _seed(self, alike: bool, random: Sequence[bool]) -> int:
         """Draw the seed of a step; a model that draws nothing leaves the caller's random state alone.
@@ -387,7 +426,9 @@ class CompiledModel(NotAModule):
     def _with_keys(self, batch: Batch, seed: int) -> Batch:
         return replace(batch, tensors={**batch.tensors, **keys_of(seed, batch.rows, self.world.device)})
 
-    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[int, Batch]:
+    def _batch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, scaled: str = ""
+    ) -> tuple[int, Batch]:
         """Return the checked global batch and the number of its form; raises on every rank where any rank's is wrong.
 
         A form that was not met before is captured now.
@@ -406,20 +447,15 @@ class CompiledModel(NotAModule):
             new = str(error)
         except EfftraError as error:
             problem = error
-        self.calls += 1
         several = world.size > 1 and len(world.transports) == 1
         numbers = sample_numbers(*found) if several and found is not None else {}
-        agree_on_batch(world, problem, self.calls, described, form, numbers)
+        agree_on_batch(world, problem, described + scaled, form, numbers)
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)
         self._met[described] = form
         front = self._forms[form].front
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
-
-    def _agree(self, problem: EfftraError | None, call: str, batch: str = "") -> None:
-        self.calls += 1
-        agree_on_batch(self.world, problem, self.calls, batch, 0, {}, call)
 
     def _new_form(self, call: Call, tensors: Sequence[Tensor], reason: str) -> int:
         """Capture the step for a new form of batch, and lay it out on the tensors that are held; a collective call."""
@@ -431,7 +467,7 @@ class CompiledModel(NotAModule):
             built = lay_out(self.built, front, self.world, self.options.backend)
         except EfftraError as error:
             problem = error
-        self.world.agree(problem, self.calls)
+        self.world.agree(problem, self.world.calls)
         assert built is not None
         same_capture(built.front, self.options, self.world)
         self._forms_s += time.perf_counter() - begin
@@ -534,24 +570,38 @@ class CompiledModel(NotAModule):
             return lower(self.plan, self.wiring, self.built.front.rows, ranks=len(self.cluster.devices))
         return next(reversed(self._executors.values()))[0]
 
+    @every_rank
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state under the model's own names, the same on every rank; a collective call."""
-        self._agree(None, "state_dict")
+        self.world.agree_on_call(None)
         self._take_turn(self.world)
+        same_replicas(self.built, self.world)
         return whole_state(self.built, self.world, self.model, self.options.loss_fn)
 
+    @every_rank
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over a whole state under the model's own names, from any plan or the plain model.
 
         Every rank gives the same state. Raises CheckpointError naming what is missing, unknown or of another shape;
         without `strict`, what is missing stays as it is and what is unknown is left out.
         """
-        known = check_state(self.model, state, strict)
+        problem: EfftraError | None = None
+        known: dict[str, Any] = {}
+        try:
+            known = check_state(self.model, state, strict)
+        except EfftraError as error:
+            problem = error
+        if self._built is None:  # all ranks start from rank 0's state
+            if problem is not None:
+                raise problem
+        else:
+            agree_on_state(self.world, problem, known)
         self.model.load_state_dict(known, strict=strict)
         if self._built is not None:
             take_state(self._built, self.model, known)
 
     @torch.inference_mode(False)
+    @every_rank
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output in eval mode, without gradients; a collective call.
 
@@ -573,7 +623,7 @@ class CompiledModel(NotAModule):
             batch = Batch(rows, self._named(call, tensors), {**dims, **KEY_DIMS})
         except EfftraError as error:
             problem = error
-        self._agree(problem, "evaluate", described)
+        agree_on_batch(self.world, problem, described)
         if evaluation is None or batch is None:
             assert problem is not None
             raise problem
@@ -603,12 +653,16 @@ class CompiledModel(NotAModule):
         del forms[:-MOST_VARIANTS]
         return found
 
+    @every_rank
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip all ranks' gradients by one norm over the whole model, each parameter counted once; a collective call.
 
         Returns the total norm before clipping, the same on every rank. (`torch.nn.utils.clip_grad_norm_` would
         see this rank's stage alone.) Raises InputError on all ranks for a norm that is not finite, if asked to.
         """
+        problem = problem_of_norm(max_norm, norm_type)
+        given = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
+        self.world.agree_on_arguments(problem, given)
         listed = owned(self.built, self.model, self.options.loss_fn, gradients=True)
         counted = {whole_name(item.name) for item, _ in listed if item.owner in self.world.ranks}
         return clip_gradients(
@@ -616,6 +670,7 @@ class CompiledModel(NotAModule):
         )
 
     @torch.inference_mode(False)
+    @every_rank
     def check(self, *args: Any, target: Any = None, repeats: int = 3, show: bool = True, **kwargs: Any) -> CheckReport:
         """Run one step as planned and one on one device from the same weights; print and return how they compare.
 
@@ -676,6 +731,7 @@ class CompiledModel(NotAModule):
         own = [(item, mine.get(whole_name(item.name)) if t is not None else None) for item, t in listed]
         return share(self.world, own, self.built)
 
+    @every_rank
     def with_plan(self, plan: Plan | str | Path) -> CompiledModel:
         """Return the same captured step laid out by another plan, nothing traced or measured again; a collective call.
 
@@ -683,12 +739,16 @@ class CompiledModel(NotAModule):
         only one of the two. Raises what `compile` raises for a plan that cannot be had.
         """
         chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
+        if self.cluster.where != "described":
+            self.world.agree_on_arguments(None, json.dumps(json.loads(chosen.to_json())))
         rest: dict[str, Any] = dict.fromkeys(("stages", "replicas", "micro_batches", "schedule", "cuts", "tensor"))
         options = replace(self.options, plan=chosen, **rest)
         other = CompiledModel(self.model, self.cluster, options, None, self.timeout_s, None, self.progress)
         world = self.world if self.cluster.where != "described" else None
         if world is not None:
             other.world = world
+            world.programs += 1
+            other._place = world.programs
             self._same_start(world)
         front, chain = self.built.front, self.built.chain
         back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)

@@ -237,6 +237,15 @@ def refresh_copies(built: Built) -> None:
                     tensor.copy_(source)
 
 
+def problem_of_norm(max_norm: Any, norm_type: Any) -> InputError | None:
+    """Return what is wrong with the arguments of a clipping, if anything."""
+    for what, number, least in (("max_norm", max_norm, 0.0), ("norm_type", norm_type, 1e-3)):
+        given = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
+        if not (given and float(number) >= least):
+            return InputError(f"{what} must be a number of {least:g} or more, got {number!r}")
+    return None
+
+
 def clip_gradients(
     parameters: Sequence[tuple[str, nn.Parameter]],
     counted: set[str],
@@ -246,10 +255,6 @@ def clip_gradients(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale all gradients by one factor, from the norm over what every process counts; a collective call."""
-    for what, number, least in (("max_norm", max_norm, 0.0), ("norm_type", norm_type, 1e-3)):
-        given = isinstance(number, int | float | Tensor) and not isinstance(number, bool)
-        if not (given and float(number) >= least):
-            raise InputError(f"{what} must be a number of {least:g} or more, got {number!r}")
     norms = [
         torch.linalg.vector_norm(parameter.grad.detach().double(), norm_type).cpu()
         for name, parameter in parameters

@@ -7,7 +7,6 @@ dtype, unequal rows) is refused, and so is a form whose parameters would lie els
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -235,41 +234,20 @@ def sample_numbers(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
 
 
 def agree_on_batch(
-    world: World,
-    problem: EfftraError | None,
-    step: int,
-    batch: str,
-    form: int,
-    numbers: Mapping[str, str],
-    call: str = "step",
+    world: World, problem: EfftraError | None, batch: str, form: int = 0, numbers: Mapping[str, str] = {}
 ) -> None:
     """Raise on every rank where one has a problem, makes another call, or has another batch; a collective call."""
-    given = f"{call} {batch} {form} {numbers}"
-    mark = int.from_bytes(hashlib.sha256(given.encode()).digest()[:4], "big") if problem is None else 0
-    try:
-        world.agree(problem, (step << 32) + mark)
-    except InputError as error:
-        if problem is not None or "is at step" not in str(error):
-            raise
-        way = "a new way through the model" if form < 0 else f"way {form} through the model"
-        calls = world.gather(f"{call}, its call {step}")
-        different = next((r for r, one in enumerate(calls) if one != calls[0]), None)
-        if different is not None:
-            raise InputError(
-                f"the ranks make different calls: rank 0 {calls[0]}, rank {different} {calls[different]}; every rank "
-                "must make the same calls in the same order (also state_dict, of which one rank then saves the result)"
-            ) from None
-        everyone = world.gather(f"{batch} ({way})")
-        other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
-        if other is None:
-            _refuse_other_numbers(world, numbers)
-            raise
-        raise InputError(
-            f"the ranks were given different batches: rank 0 has {everyone[0]}, rank {other} has {everyone[other]}; "
-            "give the whole global batch to every rank alike"
-        ) from None
-    if problem is not None:
-        raise problem
+    if world.agree_on_call(problem, f"{batch} {form} {numbers}"):
+        return
+    way = "a new way through the model" if form < 0 else f"way {form} through the model"
+    everyone = world.gather(f"{batch} ({way})")
+    other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)
+    if other is None:
+        _refuse_other_numbers(world, numbers)
+    raise InputError(
+        f"the ranks were given different batches: rank 0 has {everyone[0]}, rank {other} has {everyone[other or 0]}; "
+        "give the whole global batch to every rank alike"
+    )
 
 
 def _refuse_other_numbers(world: World, numbers: Mapping[str, str]) -> None:

@@ -34,6 +34,7 @@ from .transport import (
     Handle,
     Then,
     describe,
+    error_class,
     problem_data,
     raise_apart,
     raise_problem,
@@ -111,7 +112,8 @@ class Agreement:
 
     def wait(self, what: str = "") -> None:
         """Raise the same error everywhere if anyone has a problem."""
-        flags, steps = self.handle.wait(what or f"agreement on step {self.step}").t().tolist()
+        with self.transport.lifeline.patience():
+            flags, steps = self.handle.wait(what or f"agreement on step {self.step}").t().tolist()
         if any(flags):
             raise_problem(self.transport.all_gather_data(problem_data(self.problem)).wait(what))
         if min(steps) != max(steps):
@@ -160,7 +162,8 @@ class GroupTransport:
 
     def finish(self, work: Any, what: str) -> None:
         """Wait for a collective of all ranks."""
-        GroupHandle(self, work, torch.empty(0), self.everyone).wait(what)
+        with self.lifeline.patience():
+            GroupHandle(self, work, torch.empty(0), self.everyone).wait(what)
 
     def agree(self, problem: str | EfftraError | None, step: int) -> Agreement:
         """Ask everyone; see `Transport.agree`."""
@@ -176,7 +179,7 @@ class GroupTransport:
         if self.broken is not None:
             raise self.broken
         if self.lifeline.failure:
-            raise self.remember(RankFailed(self.lifeline.failure))
+            raise self.remember(error_class(self.lifeline.kind)(self.lifeline.failure))
 
     def check_peer(self, peer: int) -> None:
         """Raise if there is no such rank."""
@@ -190,9 +193,14 @@ class GroupTransport:
         if not timed_out:
             self.lifeline.await_news(NEWS_LIMIT_S)
         if self.lifeline.failure:
-            raise self.remember(RankFailed(f"{self.lifeline.failure} ({place})")) from error
+            kind = error_class(self.lifeline.kind)
+            text = f"{self.lifeline.failure} ({place})" if kind is RankFailed else self.lifeline.failure
+            raise self.remember(kind(text)) from error
         if timed_out:
-            text = f"{place}, but nothing came within {self.timeout_s:g} s; see what those ranks do, or raise timeout="
+            others = self.lifeline.others()
+            doing = f" ({others})" if others else ""
+            limit = f"nothing came within {self.timeout_s:g} s{doing}"
+            text = f"{place}, but {limit}; see what those ranks do, or raise timeout="
             self.fail(TransportTimeout(text))
         else:
             gone = sorted(self.lifeline.left)

@@ -10,8 +10,8 @@ import atexit
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from .transport import Data, Transport
 TIMEOUT_S = 300.0
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WORLD_KEY = "efftra_fx/world_size"
+LATEST: list[Callable[[str], AbstractContextManager[None]]] = []  # how the latest connections are asked
 meetings = itertools.count()  # of this process: a process may leave its group and join again
 
 
@@ -60,17 +61,26 @@ def measured_cluster(timeout_s: float = TIMEOUT_S) -> Cluster:
     """
     if not launched():
         return describe_cluster([own_facts(own_device(0))], Measured({}, None))
-    join(timeout_s)
-    transport, facts = connect_ranks(timeout_s)
-    try:
-        return describe_cluster(facts, measure(transport, machines_of(facts)))
-    finally:
-        transport.close()
+    with meeting_again("Cluster.from_env"):
+        join(timeout_s)
+        transport, facts = connect_ranks(timeout_s)
+        try:
+            return describe_cluster(facts, measure(transport, machines_of(facts)))
+        finally:
+            transport.close()
+
+
+@contextmanager
+def meeting_again(name: str) -> Iterator[None]:
+    """Make new connections meanwhile: the latest ones are asked first whether all ranks do."""
+    with LATEST[0](name) if LATEST else nullcontext():
+        yield
 
 
 def connect_ranks(timeout_s: float) -> tuple[Transport, list[Data]]:
     """Make the transport that suits the ranks' devices, and tell what each rank is (`own_facts`)."""
-    control = new_group(range(dist.get_world_size()), "gloo", timeout_s)
+    with explained_meeting(timeout_s):
+        control = new_group(range(dist.get_world_size()), "gloo", timeout_s)
     host = own_host(os.environ.get("MASTER_ADDR", ""))
     names = gather(control, machine_name(), wait_plainly)
     local_rank = int(os.environ.get("LOCAL_RANK", names[: dist.get_rank()].count(machine_name())))

@@ -10,6 +10,9 @@ A connection that ends without a farewell means that the watched process is gone
 memory, crashed): its watcher tells everyone. A rank that fails tells everyone itself, and why. A
 report stays readable in the receiver's socket even when its sender is gone by then. Reports are
 JSON lines that carry a secret shared at the start; anything else is ignored.
+
+A rank that has waited a while in a call asks the others where they are (`runtime/whereabouts.py`):
+ranks in calls that can never meet are a failure of all, and a long wait is told on stderr.
 """
 
 from __future__ import annotations
@@ -22,16 +25,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from efftra_fx.errors import TransportError
+from efftra_fx.errors import InputError, TransportError
+
+from .whereabouts import HERE, Call, Place, never_meet
 
 Address = tuple[str, int]
 LIMIT_BYTES = 64 * 1024  # of one report
 POST_LIMIT_S = 1.0  # for reaching one rank with a report
 WORD_LIMIT_S = 0.1
 CONNECT_LIMIT_S = 30.0
+TICK_S = 1.0  # between looks at how long this rank has waited
+PATIENCE_S = 10.0  # after which a wait is told
+MOST_ASKED = 32  # ranks at a time
+
+
+_ALL: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 class Lifeline:
@@ -39,9 +52,15 @@ class Lifeline:
 
     def __init__(self, rank: int, host: str) -> None:
         self.rank = rank
+        _ALL.add(self)
         self.listener = socket.create_server((host, 0), backlog=1024)
         self.address: Address = (host, self.listener.getsockname()[1])
         self.failure = ""  # what all ranks end with, once there is something
+        self.kind = "RankFailed"  # the class of error that it is
+        self.waiting: tuple[Call, float] | None = None  # the call that this rank waits in, and since when
+        self.asked: tuple[Call, dict[int, Place]] | None = None  # where the others were when asked last
+        self.asking = False
+        self.told: Call | None = None  # the last call of which a long wait was told
         self.claimed = False  # someone is dealing with a failure
         self.left: set[int] = set()
         self.silent: dict[int, float] = {}  # ranks whose connection has ended, and until when a word may come
@@ -70,11 +89,11 @@ class Lifeline:
         self.thread.start()
         atexit.register(self.at_exit)
 
-    def report(self, text: str) -> None:
+    def report(self, text: str, kind: str = "RankFailed") -> None:
         """Tell every other rank that all is over, and why; returns when they have been told."""
         if self.claim():
-            self.post(text)
-            self.publish(text)
+            self.post(text, kind)
+            self.publish(text, kind)
 
     def await_news(self, limit_s: float) -> None:
         """Return when there is a failure, when the watched rank has left, or when so many seconds have passed."""
@@ -111,7 +130,8 @@ class Lifeline:
     def watch(self) -> None:
         """Read what comes until closed: the body of the thread."""
         while not self.closing:
-            for entry, _ in self.selector.select(WORD_LIMIT_S if self.silent else None):
+            self.look()
+            for entry, _ in self.selector.select(WORD_LIMIT_S if self.silent else TICK_S):
                 if self.closing:
                     return
                 if entry.fileobj is self.listener:
@@ -163,13 +183,92 @@ class Lifeline:
         elif kind == "bye":
             self.left.add(reader.watched)
         elif kind == "failed":
-            self.hear(str(message.get("text", "")))
+            self.hear(str(message.get("text", "")), str(message.get("error", "")))
+        elif kind == "where":
+            deliver(connection, self.line(kind="here", place=HERE.place().to_data()))
 
-    def hear(self, text: str) -> None:
+    def hear(self, text: str, kind: str) -> None:
         """Note a failure elsewhere, once."""
         if self.claim():
-            self.publish(text)
+            self.publish(text, kind)
             self.on_failure()
+            if kind == InputError.__name__:  # other calls are made there: this process may wait in another program
+                for other in [one for one in _ALL if one.waiting is not None]:
+                    other.hear(text, kind)
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Note that this rank waits for all others in its present call meanwhile."""
+        call = HERE.call
+        if call is not None:
+            self.waiting = call, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting = None
+
+    def look(self) -> None:
+        """Have the others asked where they are if this rank has waited in one call since the last look."""
+        waiting = self.waiting
+        if waiting is None or self.asking or self.claimed or time.monotonic() - waiting[1] < TICK_S:
+            return
+        self.asking = True
+        threading.Thread(target=self.ask_all, args=waiting, name="asking", daemon=True).start()
+
+    def ask_all(self, call: Call, since: float) -> None:
+        """Ask where the others are; raise the alarm where they can never meet this rank, and tell of a long wait."""
+        try:
+            others = [rank for rank in range(len(self.addresses)) if rank != self.rank][:MOST_ASKED]
+            found = {rank: place for rank in others if (place := self.ask(rank)) is not None}
+            before, self.asked = self.asked, (call, found)
+            if self.closing or self.waiting != (call, since):
+                return
+            other = never_meet(call, found)
+            if other is not None and before is not None and before[0] == call and before[1].get(other) == found[other]:
+                self.alarm(
+                    f"the ranks make different calls: rank {self.rank} is in {call}, rank {other} {found[other]}; "
+                    "every rank must make the same calls in the same order",
+                    "InputError",
+                )
+            elif PATIENCE_S <= time.monotonic() - since < PATIENCE_S + 2 * TICK_S:
+                self.tell(call, found)
+        finally:
+            self.asking = False
+
+    def tell(self, call: Call, others: dict[int, Place]) -> None:
+        """Say on stderr for whom this rank has waited long, if it is the first of those that wait there."""
+        missing = {rank: place for rank, place in others.items() if place.call != call}
+        first = all(rank in missing for rank in others if rank < self.rank)
+        if missing and first and self.told != call:
+            self.told = call
+            rank, place = next(iter(missing.items()))
+            print(
+                f"efftra_fx: rank {self.rank} has waited {PATIENCE_S:g} s in {call} for rank {rank}, which is {place}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def others(self) -> str:
+        """Say where a rank was, when asked last, that had not come to this rank's call; empty if none is known."""
+        if self.asked is None:
+            return ""
+        call, found = self.asked
+        return next((f"rank {rank} was {place}" for rank, place in found.items() if place.call != call), "")
+
+    def ask(self, rank: int) -> Place | None:
+        """Ask a rank where it is; None if there is no answer soon."""
+        try:
+            with socket.create_connection(self.addresses[rank], timeout=POST_LIMIT_S) as connection:
+                deliver(connection, self.line(kind="where"))
+                reader = Reader(-1)
+                while got := connection.recv(LIMIT_BYTES):
+                    for line in reader.feed(got):
+                        message = parse(line, self.token)
+                        if message.get("kind") == "here":
+                            return Place.from_data(message["place"])
+        except OSError:
+            pass  # it is gone, or busy: whoever watches it will say so
+        return None
 
     def claim(self) -> bool:
         """Return True to the one who comes first with a failure."""
@@ -177,18 +276,21 @@ class Lifeline:
             first, self.claimed = not self.claimed, True
         return first
 
-    def publish(self, text: str) -> None:
+    def alarm(self, text: str, kind: str = "RankFailed") -> None:
+        """Tell the others and this rank of a failure that a thread has found."""
+        if self.claim():
+            self.post(text, kind)
+            self.publish(text, kind)
+            self.on_failure()
+
+    def publish(self, text: str, kind: str = "RankFailed") -> None:
         """Let this rank see the failure; after the others were told, for it may end this process."""
-        self.failure = text
+        self.failure, self.kind = text, kind
         self.news.set()
 
     def lost(self, rank: int) -> None:
         """Raise the alarm: a rank has ended without a word."""
-        if self.claim():
-            text = f"rank {rank} was lost: its process ended without a word (killed, out of memory, or crashed)"
-            self.post(text)
-            self.publish(text)
-            self.on_failure()
+        self.alarm(f"rank {rank} was lost: its process ended without a word (killed, out of memory, or crashed)")
 
     def ended(self, reader: Reader) -> None:
         """Deal with the end of the watched rank's connection: go on to the next, or fear the worst."""
@@ -220,9 +322,9 @@ class Lifeline:
         connection.setblocking(False)
         self.selector.register(connection, selectors.EVENT_READ, Reader(peer))
 
-    def post(self, text: str) -> None:
+    def post(self, text: str, kind: str) -> None:
         """Send a report to every other rank that can be reached."""
-        line = self.line(kind="failed", text=text[: LIMIT_BYTES // 8])
+        line = self.line(kind="failed", text=text[: LIMIT_BYTES // 8], error=kind)
         for rank, address in enumerate(self.addresses):
             if rank == self.rank:
                 continue
@@ -233,7 +335,7 @@ class Lifeline:
             deliver(connection, line)
             connection.close()
 
-    def line(self, **message: str) -> bytes:
+    def line(self, **message: Any) -> bytes:
         """Write a message as one line."""
         return json.dumps({"token": self.token, "rank": self.rank, **message}).encode() + b"\n"
 
