@@ -52,6 +52,7 @@ from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.joint_updates import note_parts
 from efftra_fx.misuse import NotAModule
 from efftra_fx.opaque import nobodys
+from efftra_fx.optimizer_state import Laid, Names
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -301,7 +302,9 @@ class CompiledModel(NotAModule):
     def _begin(self, world: World) -> None:
         begin_turns(self._number, self.built, world)
         apart = len(self.plan.stages) > 1 or self.plan.stages[0].tensor > 1
-        note_parts(self.parameters(), len(world.transports) < world.size and apart)
+        rank, held = next(iter(self.built.tensors.items()))
+        shares = {id(held.parameters[name]) for name in self.built.shares(rank) if name in held.parameters}
+        note_parts(self.parameters(), len(world.transports) < world.size and apart, shares)
 
     def _front(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, world: World | None) -> Front:
         problem: EfftraError | None = None
@@ -599,6 +602,31 @@ class CompiledModel(NotAModule):
         self.model.load_state_dict(known, strict=strict)
         if self._built is not None:
             take_state(self._built, self.model, known)
+
+    @torch.inference_mode(False)
+    @every_rank
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of the same optimizer over the whole model, the same on every rank; a collective call.
+
+        It is what that optimizer's `state_dict()` would be on one device, which loads it, with `names` beside.
+        Raises CheckpointError for what is no data.
+        """
+        return self._laid(optimizer).save()
+
+    @torch.inference_mode(False)
+    @every_rank
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Give an optimizer over this program's parameters its part of a whole state; a collective call.
+
+        The state is from `optimizer_state_dict` under any plan, from an optimizer of the plain model, or one by names
+        as `torch.distributed.checkpoint` makes them; every rank gives the same. Raises CheckpointError, before anything
+        is changed, naming what does not fit.
+        """
+        self._laid(optimizer).load(state)
+
+    def _laid(self, optimizer: torch.optim.Optimizer) -> Laid:
+        names = Names(self.built, self.model, self.options.loss_fn, self._stand_in)
+        return Laid(optimizer, names, self.built, self.world, self.model, self.options.loss_fn)
 
     @torch.inference_mode(False)
     @every_rank
