@@ -15,7 +15,7 @@ from efftra_fx.capture_norms import norms_of_one_device
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import hooked
 from efftra_fx.meta import PATH, ROLE
-from efftra_fx.passes.batch import is_random
+from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.signature import Call
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace_check import dense

@@ -20,7 +20,7 @@ from efftra_fx.cost import CostTable
 from efftra_fx.dump import print_dot, print_graph
 from efftra_fx.errors import PlanError
 from efftra_fx.parts import Parts
-from efftra_fx.passes.batch import is_random
+from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.passes.blocks import block_names
 from efftra_fx.passes.reduction import Weight
 from efftra_fx.passes.shard import Sharded, shard_stages

@@ -15,8 +15,9 @@ from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError, InputError
 from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
-from efftra_fx.passes.batch import ProveBatch, is_random
+from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.batch_again import ProveAgain
+from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.means import SeparateMeans

@@ -19,8 +19,9 @@ from efftra_fx.front_notes import buffer_notes, norm_notes, opaque_notes, python
 from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
 from efftra_fx.parts import Parts
-from efftra_fx.passes.batch import ProveBatch, is_batch_statistics
+from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.batch_again import ProveAgain
+from efftra_fx.passes.batch_evaluate import is_batch_statistics
 from efftra_fx.passes.blocks import FoldBlocks
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans

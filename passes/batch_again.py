@@ -17,7 +17,9 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, FREE, REDUCED, Split
 
 from .adding import adds_up
-from .batch import evaluate_nodes, moved, reads_rows, relation, take_rows
+from .batch import reads_rows
+from .batch_evaluate import evaluate_nodes, moved, take_rows
+from .batch_relation import relation
 
 _MOST_ROWS = 16
 

@@ -21,7 +21,7 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.meta import PATH, ROLE, SOURCE, Role
 from efftra_fx.opaque import is_opaque
 
-from .batch import is_random
+from .batch_evaluate import is_random
 from .draw_rules import RULES
 from .insert import batch_symbols, call, expression, size_node
 from .means import argument

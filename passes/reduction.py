@@ -22,7 +22,7 @@ from efftra_fx.meta import BATCH, OUTPUTS, REDUCED, ROLE
 from efftra_fx.opaque import make_operator
 from efftra_fx.signature import Call
 
-from .batch import evaluate_some, take_rows
+from .batch_evaluate import evaluate_some, take_rows
 from .insert import batch_symbols, call, size_node
 from .tail import is_separable
 

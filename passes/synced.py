@@ -27,7 +27,7 @@ from torch.autograd import Function
 from efftra_fx.collectives import replica_gather, replica_sum
 from efftra_fx.meta import BATCH, CONSTANTS
 
-from .batch import is_batch_statistics
+from .batch_evaluate import is_batch_statistics
 from .means import argument
 from .split import StageGraph
 

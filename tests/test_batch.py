@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from efftra_fx.example import proof_inputs
 from efftra_fx.meta import BATCH, FREE, Split
-from efftra_fx.passes.batch import ProveBatch, relation
+from efftra_fx.passes.batch import ProveBatch
+from efftra_fx.passes.batch_relation import relation
 from efftra_fx.signature import read_call
 from efftra_fx.trace import capture
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, ROLE
-from efftra_fx.passes.batch import is_random
+from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.signature import read_call
 from efftra_fx.trace import capture

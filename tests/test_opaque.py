@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from efftra_fx import CompiledModel
 from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import make_operator
-from efftra_fx.passes.batch import is_random
+from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.program import micro_batch_rows
 from efftra_fx.runtime.executor import _mix
 
