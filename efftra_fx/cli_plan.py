@@ -13,7 +13,7 @@ from typing import Any
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import Chain
 from efftra_fx.errors import EfftraError, PlanError
-from efftra_fx.passes.explain import explain
+from efftra_fx.passes.explain import explained
 from efftra_fx.passes.partition import partition
 from efftra_fx.passes.planned import Planned
 from efftra_fx.plan import Stage
@@ -86,10 +86,13 @@ def planned_text(options: argparse.Namespace) -> str:
     }
     planned = partition(chain, cluster, rows, **fixed)
     seconds = time.perf_counter() - started
-    why = explain(planned, chain, cluster, rows, **fixed) if options.explain else ""
+    told = explained(planned, chain, cluster, rows, **fixed) if options.explain else None
+    why = told.text if told is not None else ""
     data = as_data(planned, chain, cluster, ids, rows, seconds)
     if options.json:
-        return json.dumps({**data, "explanation": why} if why else data, indent=1) + "\n"
+        return (
+            json.dumps({**data, "explanation": why, "facts": told.facts} if told is not None else data, indent=1) + "\n"
+        )
     return as_table(planned, data, cluster) + (f"\n{why}" if why else "")
 
 

@@ -7,6 +7,7 @@ back end    split-stages → wire → (for each batch size) lower → verify
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from efftra_fx.errors import PlanError
 from efftra_fx.parts import Parts
 from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.passes.blocks import block_names
+from efftra_fx.passes.facts import with_parameters
 from efftra_fx.passes.reduction import Weight
 from efftra_fx.passes.shard import Sharded, shard_stages
 from efftra_fx.passes.shard_explain import HEADING, explain_groups
@@ -151,6 +153,12 @@ def back_end(
         groups = explain_groups(named, stages, sharded, front.rows, cluster)
         why = named.explanation.split(HEADING)[0].rstrip("\n")
         named = replace(named, explanation=f"{why}\n\n{groups}" if why else groups)
+    if named.facts.get("stages"):
+        held = [
+            [(p.name, math.prod(p.shape)) for p in wiring.parameters if index in p.stages]
+            for index in range(len(stages))
+        ]
+        named = replace(named, facts=with_parameters(dict(named.facts), held))
     synced: tuple[Synced | None, ...] = (None,) * len(stages)
     if front.statistics in ("synced", "exact"):
         synced = tuple(

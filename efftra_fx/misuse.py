@@ -14,7 +14,7 @@ _INSTEAD = {
     "eval": "evaluate(...) is in eval mode, whatever the model is; for steps, model.eval() holds from the next one on",
     "zero_grad": "use optimizer.zero_grad()",
     "backward": "step(...) has computed the gradients",
-    "explain": "use plan.explain()",
+    "explain": "use plan.explain(), or plan.explain(as_dict=True) for data",
     "to": "the cluster says where each rank computes",
 }
 

@@ -7,11 +7,12 @@ whether two plans are equal.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from efftra_fx.errors import PlanError
 from efftra_fx.json_text import read_json
@@ -71,7 +72,7 @@ class Plan:
     `in_flight` is the multiplicity of 1F1B: stage s of S keeps at most S - s
     micro-batches between forward and backward (1), or 2(S - s) - 1 (2), so that slow
     transfers are hidden. `placement` is a label. `predicted_step_s`,
-    `lower_bound_s`, `memory_bytes` (a device of each stage) and `explanation` are
+    `lower_bound_s`, `memory_bytes` (a device of each stage), `explanation` and `facts` are
     what the planner said; they play no part in equality.
     """
 
@@ -84,6 +85,7 @@ class Plan:
     lower_bound_s: float | None = field(default=None, compare=False)
     memory_bytes: tuple[int, ...] = field(default=(), compare=False)
     explanation: str = field(default="", compare=False, repr=False)
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, list | tuple) or not all(isinstance(one, Stage) for one in self.stages):
@@ -94,6 +96,8 @@ class Plan:
         whole("in_flight", self.in_flight)
         for name in ("predicted_step_s", "lower_bound_s"):
             seconds(name, getattr(self, name))
+        if not isinstance(self.facts, Mapping):
+            raise PlanError(f"facts must be a dictionary, got {self.facts!r}")
         for name in ("schedule", "placement", "explanation"):
             if not isinstance(getattr(self, name), str):
                 raise PlanError(f"{name} must be a text, got {getattr(self, name)!r}")
@@ -134,9 +138,18 @@ class Plan:
         behind = len(self.stages) - stage
         return min(self.micro_batches, behind if self.in_flight == 1 else 2 * behind - 1)
 
-    def explain(self) -> str:
-        """Say what it takes, and why the planner chose it; empty for a plan that `compile` has not seen."""
-        return self.explanation
+    @overload
+    def explain(self, as_dict: Literal[False] = False) -> str: ...
+
+    @overload
+    def explain(self, as_dict: Literal[True]) -> dict[str, Any]: ...
+
+    def explain(self, as_dict: bool = False) -> str | dict[str, Any]:
+        """Say what it takes, and why the planner chose it; empty for a plan that `compile` has not seen.
+
+        With `as_dict` as plain data that JSON can hold: the same facts, seconds and bytes as numbers.
+        """
+        return copy.deepcopy(dict(self.facts)) if as_dict else self.explanation
 
     def to_json(self) -> str:
         """Print as stable text."""
@@ -156,6 +169,8 @@ class Plan:
             data["memory_bytes"] = list(self.memory_bytes)
         if self.explanation:
             data["explanation"] = self.explanation
+        if self.facts:
+            data["facts"] = dict(self.facts)
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
@@ -205,7 +220,7 @@ def read_plan(data: object) -> Plan:
     if table.get("schema") != "plan/1":
         raise PlanError(f"schema must be 'plan/1', got {table.get('schema')!r}")
     known = {"schema", "stages", "micro_batches", "schedule", "in_flight", "placement", "predicted_step_s"}
-    check_known("the file", table, known | {"lower_bound_s", "memory_bytes", "explanation"})
+    check_known("the file", table, known | {"lower_bound_s", "memory_bytes", "explanation", "facts"})
     stages = table.get("stages")
     if not isinstance(stages, list):
         raise PlanError(f"stages must be a list, got {stages!r}")
@@ -219,6 +234,7 @@ def read_plan(data: object) -> Plan:
         seconds("lower_bound_s", table.get("lower_bound_s")),
         wholes("memory_bytes", table.get("memory_bytes", [])),
         table.get("explanation", ""),
+        check_table("facts", table.get("facts", {})),
     )
 
 

@@ -17,7 +17,7 @@ from efftra_fx.hooks import has_hooks
 from efftra_fx.meta import BLOCK, PATH
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.passes.evaluate import evaluate
-from efftra_fx.passes.explain import explain, explain_given
+from efftra_fx.passes.explain import explain_given, explained
 from efftra_fx.passes.explain_widths import about_widths, why_no_widths
 from efftra_fx.passes.measure import measure_chain
 from efftra_fx.passes.measure_widths import measure_widths
@@ -180,14 +180,15 @@ def _searched(front: Front, chain: Chain, cluster: Cluster, options: Options, sc
     possible, why_none = _possible_widths(front, cluster, options)
     searched = search_widths(front.gm, chain, cluster, front.rows, find, possible, measurable=measurable)
     planned = searched.planned
-    why = explain(planned, searched.chain, cluster, front.rows, **_fixed(options, schedule))
+    told = explained(planned, searched.chain, cluster, front.rows, **_fixed(options, schedule))
+    why = told.text
     rules = Rules(optimizer_bytes_per_parameter_byte=options.optimizer_states)
     one_stage = options.stages in (None, 1) and options.replicas is None
     widths = about_widths(planned.plan, searched.chain, searched.every, cluster, front.rows, rules, one_stage)
     if not known_widths(searched.every):
         widths = [f"no tensor groups: {why_none}"] if why_none else why_no_widths(cluster)
     why += "\n".join(["", *widths, ""]) if widths else ""
-    return replace(planned, plan=replace(planned.plan, explanation=why))
+    return replace(planned, plan=replace(planned.plan, explanation=why, facts=told.facts))
 
 
 def _possible_widths(front: Front, cluster: Cluster, options: Options) -> tuple[set[int], str]:
@@ -278,7 +279,9 @@ def _wide_plan_of(
         replace(stage, devices=devices, tensor=width)
         for stage, devices, width in zip(plan.stages, places, widths, strict=True)
     )
-    return replace(plan, stages=wide, predicted_step_s=None, lower_bound_s=None, placement="tensor", explanation="")
+    return replace(
+        plan, stages=wide, predicted_step_s=None, lower_bound_s=None, placement="tensor", explanation="", facts={}
+    )
 
 
 def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Options) -> Plan:
@@ -290,9 +293,11 @@ def _priced(plan: Plan, chain: Chain, cluster: Cluster, rows: int, options: Opti
     short = shortage(plan, cluster, figures)
     if short is not None:
         raise MemoryPlanError(f"the given plan does not fit: {short[1]}")
-    why = explain_given(plan, figures, chain, cluster, rows, rules)
+    told = explain_given(plan, figures, chain, cluster, rows, rules)
     step_s, memory = figures.step_s, figures.memory_bytes
-    return replace(plan, predicted_step_s=step_s, lower_bound_s=None, memory_bytes=memory, explanation=why)
+    return replace(
+        plan, predicted_step_s=step_s, lower_bound_s=None, memory_bytes=memory, explanation=told.text, facts=told.facts
+    )
 
 
 def _cut_plan(

@@ -6,21 +6,22 @@ All times here are predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from efftra_fx.cluster import Cluster, Device, Link
 from efftra_fx.cost import Chain
-from efftra_fx.errors import MemoryPlanError
+from efftra_fx.errors import MemoryPlanError, PlanError
 from efftra_fx.formulas import Route, StageTerms, routes
 from efftra_fx.formulas import step as step_formula
 from efftra_fx.plan import Plan, Stage
 from efftra_fx.units import size_text
 
 from .evaluate import Figures, StageFigures, evaluate, flows, largest_micro_batch
+from .facts import facts_of, others_of
 from .partition import partition, shortage
-from .planned import Planned
+from .planned import Alternative, Planned
 from .rules import Rules
 from .slots import about_slots
 
@@ -49,9 +50,24 @@ class Change:
     step_s: float | None
 
 
+@dataclass(frozen=True)
+class Explained:
+    """An explanation as text and as plain data."""
+
+    text: str
+    facts: dict[str, Any]
+
+
 def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed: Any) -> str:
     """The whole explanation as text; `fixed` are the keyword arguments that `partition` was given."""
+    return explained(planned, chain, cluster, rows, **fixed).text
+
+
+def explained(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed: Any) -> Explained:
+    """The whole explanation; `fixed` are the keyword arguments that `partition` was given."""
     rules = rules_of(fixed)
+    depths = list(other_depths(planned.plan, chain, cluster, rows, fixed))
+    changed = list(changes(chain, cluster, rows, fixed))
     lines = [
         *about_stages(planned.plan, chain, rows, rules),
         *about_slots(planned.plan, cluster),
@@ -61,14 +77,48 @@ def explain(planned: Planned, chain: Chain, cluster: Cluster, rows: int, **fixed
         *about_memory(planned.plan, planned.figures, cluster),
         "",
         *about_others(planned, chain, cluster, rows, rules),
+        *about_depths(planned, depths),
         "",
-        *about_changes(planned, changes(chain, cluster, rows, fixed)),
+        *about_changes(planned, iter(changed)),
     ]
-    return "\n".join(lines) + "\n"
+    facts = facts_of(planned.plan, planned.figures, chain, cluster, rows, rules)
+    others = [(one.label, None if one.plan is None else one.step_s) for one in (*planned.alternatives[:6], *depths)]
+    facts["bound"] = parts(planned.plan, planned.figures).bound
+    facts["others"] = others_of(others, planned.step_s)
+    facts["changes"] = others_of([(change.label, change.step_s) for change in changed], planned.step_s)
+    return Explained("\n".join(lines) + "\n", facts)
 
 
-def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> str:
+def other_depths(plan: Plan, chain: Chain, cluster: Cluster, rows: int, fixed: dict[str, Any]) -> Iterator[Alternative]:
+    """Plan again with one stage fewer, and with one more."""
+    for label, depth in (("one stage fewer", len(plan.stages) - 1), ("one stage more", len(plan.stages) + 1)):
+        if not 1 <= depth <= min(len(cluster.devices), len(chain.blocks)):
+            continue
+        try:
+            found = partition(chain, cluster, rows, **{**fixed, "stages": depth, "replicas": None})
+            yield Alternative(label, found.step_s, found.plan)
+        except MemoryPlanError:
+            yield Alternative(label, 0.0, None)
+        except PlanError:
+            continue  # what was fixed does not go with so many
+
+
+def about_depths(planned: Planned, depths: Sequence[Alternative]) -> list[str]:
+    """What the best plans of other numbers of stages would take."""
+    return [
+        f"  {one.label}: "
+        + (
+            "does not fit the memory"
+            if one.plan is None
+            else f"{milli(one.step_s)} ms ({share(one.step_s, planned.step_s):+.1%})"
+        )
+        for one in depths
+    ]
+
+
+def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> Explained:
     """What is known of a plan that was not searched for: its stages, the formula filled in, memory, plain plans."""
+    plain = list(plain_plans(chain, cluster, rows, rules))
     lines = [
         *about_stages(plan, chain, rows, rules),
         *about_slots(plan, cluster),
@@ -77,21 +127,33 @@ def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster, 
         "",
         *about_memory(plan, figures, cluster),
         "",
-        *about_plain(figures, chain, cluster, rows, rules),
+        *about_plain(figures, plain),
     ]
-    return "\n".join(lines) + "\n"
+    facts = facts_of(plan, figures, chain, cluster, rows, rules)
+    facts["bound"] = parts(plan, figures).bound
+    facts["others"] = others_of(
+        [(one.label, None if one.plan is None else one.step_s) for one in plain], figures.step_s
+    )
+    facts["changes"] = []
+    return Explained("\n".join(lines) + "\n", facts)
 
 
-def about_plain(figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> list[str]:
-    """What the plans without stages would take, to compare a given plan with."""
+def plain_plans(chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> Iterator[Alternative]:
+    """The plans without stages, to compare a given plan with."""
     count, blocks = len(cluster.devices), len(chain.blocks)
-    lines = ["this plan was given; no other was searched for"]
     fastest = max(range(count), key=lambda device: cluster.devices[device].speed)
     for label, devices in (("one device", (fastest,)), ("data parallelism alone", tuple(range(count)))):
         plain = Plan((Stage(0, blocks, devices),), 1)
         found = evaluate(plain, chain, cluster, rows, rules)
-        fits = "" if shortage(plain, cluster, found) is None else ", but does not fit the memory"
-        lines.append(f"  {label}: {milli(found.step_s)} ms ({share(found.step_s, figures.step_s):+.1%}){fits}")
+        yield Alternative(label, found.step_s, plain if shortage(plain, cluster, found) is None else None)
+
+
+def about_plain(figures: Figures, plain: Sequence[Alternative]) -> list[str]:
+    """What the plans without stages would take."""
+    lines = ["this plan was given; no other was searched for"]
+    for one in plain:
+        fits = "" if one.plan is not None else ", but does not fit the memory"
+        lines.append(f"  {one.label}: {milli(one.step_s)} ms ({share(one.step_s, figures.step_s):+.1%}){fits}")
     return lines
 
 
@@ -182,6 +244,10 @@ def about_formula(plan: Plan, figures: Figures) -> list[str]:
             f"{index:5d} {milli(stage.forward_s):>8} {milli(stage.backward_s):>9} {milli(stage.send_s):>9}"
             f" {milli(stage.return_s):>7} {milli(stage.reduce_s):>11} ({milli(left_over(stage))})"
         )
+    computing = [stage.forward_s + stage.backward_s for stage in figures.stages]
+    if len(computing) > 1:
+        slowest = computing.index(max(computing))
+        lines.append(f"the slowest is stage {slowest}, with {milli(computing[slowest])} ms of computing a micro-batch")
     lines.append(
         f"step = {milli(part.fill_s)} + {part.periods} * {milli(part.period_s)} + {milli(part.tail_s)}"
         f" = {milli(part.total_s)} ms by the formula, {milli(figures.step_s)} ms by replaying the schedule"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from strategies_plans import chains, clusters
+from torch import nn
 
+from efftra_fx import compile
 from efftra_fx.cluster import Cluster, Link
 from efftra_fx.cost import Chain, Crossing, NodeCost, Timing
 from efftra_fx.errors import MemoryPlanError
@@ -69,7 +76,7 @@ def test_an_undivided_batch_has_no_steady_state() -> None:
 
 
 @settings(max_examples=25)
-@given(chains(most=6), clusters(), st.integers(1, 8))
+@drawn(chains(most=6), clusters(), st.integers(1, 8))
 def test_no_plan_loses_less_than_nothing(chain: Chain, cluster: Cluster, rows: int) -> None:
     try:
         planned = partition(chain, cluster, rows)
@@ -77,3 +84,30 @@ def test_no_plan_loses_less_than_nothing(chain: Chain, cluster: Cluster, rows: i
         return
     words = about_others(planned, chain, cluster, rows, Rules())
     assert not [line for line in words if "loses -" in line or "loses 0 ms" in line]
+
+
+def test_the_facts_are_those_of_the_text_and_sum_to_the_models() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)], nn.Linear(16, 4))
+    given: dict[str, Any] = {"example_inputs": (torch.randn(8, 16),), "example_target": torch.randn(8, 4)}
+    cluster = Cluster.uniform(1, 4, memory_gb=1, intra=Link(1e9, 1e-5))
+    for fixed in ({"stages": 3}, {"cuts": ("3",)}):
+        program = compile(model, cluster, loss_fn=nn.functional.mse_loss, costs="estimated", **given, **fixed)
+        text, facts = program.plan.explain(), program.plan.explain(as_dict=True)
+        assert json.loads(json.dumps(facts)) == facts
+        assert Plan.from_json(program.plan.to_json()).explain(as_dict=True) == facts
+        stages = facts["stages"]
+        assert sum(stage["parameter_count"] for stage in stages) == sum(p.numel() for p in model.parameters())
+        assert sum(stage["parameter_bytes"] for stage in stages) == 4 * facts["parameter_count"]
+        assert sorted(n for stage in stages for n in stage["parameters"]) == sorted(
+            n for n, _ in model.named_parameters()
+        )
+        assert sum(len(stage["blocks"]) for stage in stages) == program.plan.blocks
+        for stage in stages:
+            assert f"stage {stage['stage']}: {stage['first']} to {stage['last']} ({len(stage['blocks'])} block" in text
+        assert f"the slowest is stage {facts['slowest_stage']}, with " in text
+        assert facts["step_s"] == program.plan.predicted_step_s and facts["rows"] == 8 and facts["bound"] in text
+        for other in facts["others"]:
+            assert f"  {other['plan']}: {other['step_s'] * 1e3:.4g} ms" in text
+        labels = [other["plan"] for other in facts["others"]]
+        assert ("one stage fewer" in labels and "one stage more" in labels) == ("stages" in fixed)
+        assert "one device" in labels
