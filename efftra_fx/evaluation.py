@@ -99,7 +99,7 @@ def compile_evaluation(
     gm = SeparateMeans(places)(gm)
     every = () if rows == 1 or alike else tensors
     own = model_tensors(model, None, gm)
-    gm = ProveAgain(own, every, places)(ProveBatch(own, small, places, every, trains=False)(gm))
+    gm = ProveAgain(own, every or small, places)(ProveBatch(own, small, places, every, trains=False)(gm))
     _drop_buffer_news(gm)
     gm, tail = split_tail(gm, training=False)
     assign_by_parameters(gm, owners, len(plan.stages))

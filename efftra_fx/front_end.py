@@ -93,7 +93,7 @@ def front_end(
     proof: tuple[Pass, ...] = (
         SeparateMeans(dims),
         ProveBatch(values, small, dims, every),
-        ProveAgain(values, every, dims),
+        ProveAgain(values, every or small, dims),
     )
     if options.loss_reduction is not None:
         claim = getattr(options.loss_reduction, "__name__", repr(options.loss_reduction))
