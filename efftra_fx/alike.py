@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from efftra_fx.compiler import Front, Options
 from efftra_fx.dump import print_graph
 from efftra_fx.errors import EfftraError, InputError
+from efftra_fx.evaluation import Evaluation
 from efftra_fx.meta import ROLE
 from efftra_fx.runtime.checkpoint import Owned, share_tensors
 from efftra_fx.state import all_parameters
@@ -77,6 +78,12 @@ def same_capture(front: Front, options: Options, world: World) -> None:
     trained = [ROLE[n].name for n in front.gm.graph.nodes if n.op == "placeholder" and ROLE[n].trainable]
     lines = [*(f"{name}={value!r}" for name, value in given.items()), *(f"trains {name}" for name in trained)]
     _same_text([*lines, *_numbered(nodes)], "captured different steps", world)
+
+
+def same_evaluation(evaluation: Evaluation, world: World) -> None:
+    """Raise InputError on every rank where ranks captured different outputs to evaluate."""
+    if len(world.transports) == 1 and world.size > 1:
+        _same_text(_numbered(evaluation.text), "captured different outputs to evaluate", world)
 
 
 def _same_text(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.alike import agree_on_state, same_capture, same_start
+from efftra_fx.alike import agree_on_state, same_capture, same_evaluation, same_start
 from efftra_fx.build import (
     Built,
     agreed_plan,
@@ -46,6 +46,7 @@ from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
+from efftra_fx.evaluation_forms import EvaluationForms
 from efftra_fx.front_end import check_inputs, check_parts, front_end
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
@@ -83,7 +84,6 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import surroundings_of
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,
@@ -217,7 +217,7 @@ class CompiledModel(NotAModule):
         self._met: dict[str, int] = {}  # the form that a batch of this description had last
         self._forms_s = 0.0
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
-        self._evaluations: dict[str, list[Evaluation]] = {}
+        self._evaluations = EvaluationForms()
         self._steps, self._noted = 0, dict[str, int]()  # steps taken, and the parameters' versions after the first
         self._number, self._place = next(_NUMBERS), 0
 
@@ -259,6 +259,7 @@ class CompiledModel(NotAModule):
         self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
         self._variants.clear()
         self._traces = Traces()
+        self._evaluations = EvaluationForms()
         self._met.clear()
         self._executors.clear()
         if world is not None:
@@ -450,9 +451,7 @@ class CompiledModel(NotAModule):
             new = str(error)
         except EfftraError as error:
             problem = error
-        several = world.size > 1 and len(world.transports) == 1
-        numbers = sample_numbers(*found) if several and found is not None else {}
-        agree_on_batch(world, problem, described + scaled, form, numbers)
+        agree_on_batch(world, problem, described + scaled, form, self._sample(found))
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)
@@ -476,10 +475,7 @@ class CompiledModel(NotAModule):
         self._forms_s += time.perf_counter() - begin
         if len(self._variants) == MANY_VARIANTS:
             self._traces.notes.append(note_of_many(MANY_VARIANTS, self._forms_s))
-        while self._traces.notes:
-            note = self._traces.notes.pop(0)
-            if self.world.first:
-                print(f"efftra_fx: {note}", file=sys.stderr)
+        self._tell(self._traces.notes)
         if len(self._variants) == MOST_VARIANTS:
             self._variants.clear()
             self._met.clear()
@@ -636,50 +632,73 @@ class CompiledModel(NotAModule):
         The output is whole, rows in order, in the model's own containers, and the same on every rank.
         """
         problem: EfftraError | None = None
+        found: tuple[Call, tuple[Tensor, ...]] | None = None
         evaluation: Evaluation | None = None
-        batch: Batch | None = None
-        described = ""
+        described, form = "", -1
         try:
             if self._built is None:
                 raise InputError("evaluate needs a compiled model: give example_inputs= to compile, or step once")
             refuse_replaced(self.built.front)
-            call, tensors = read_call(self.model.forward, args, kwargs, None)
-            described = describe_batch(call, tensors)
-            evaluation = self._evaluation(call, tensors)
-            dims = dict(zip(call.tensor_names, evaluation.dims, strict=True))
-            rows = rows_of_batch(call, tensors, evaluation.dims)
-            batch = Batch(rows, self._named(call, tensors), {**dims, **KEY_DIMS})
+            found = call, tensors = read_call(self.model.forward, args, kwargs, None)
+            described = describe_batch(*found)
+            buffers = next(iter(self.built.tensors.values())).buffers
+            evaluation = self._evaluations.find(self.model, call, tensors, buffers, described)
+            if evaluation is not None:
+                form = next(k for k, one in enumerate(self._evaluations.kept) if one is evaluation)
+                rows_of_batch(call, tensors, evaluation.dims)
         except EfftraError as error:
             problem = error
-        agree_on_batch(self.world, problem, described)
-        if evaluation is None or batch is None:
-            assert problem is not None
-            raise problem
+        agree_on_batch(self.world, problem, described, form, self._sample(found))
+        assert found is not None
+        if evaluation is None:
+            evaluation = self._new_evaluation(*found, described)
+        dims = dict(zip(found[0].tensor_names, evaluation.dims, strict=True))
+        batch = Batch(rows_of_batch(*found, evaluation.dims), self._named(*found), {**dims, **KEY_DIMS})
         self._take_turn(self.world)
         refresh_copies(self.built)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
         return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
 
-    def _evaluation(self, call: Call, tensors: Sequence[Tensor]) -> Evaluation:
-        shapes = [[size for d, size in enumerate(t.shape) if d] for t in tensors]
-        key = repr((call.leaves, shapes, [str(t.dtype) for t in tensors], surroundings_of(self.model)))
-        if key not in self._evaluations and len(self._evaluations) >= MOST_VARIANTS:
-            self._evaluations.clear()
-        forms = self._evaluations.setdefault(key, [])
-        named = dict(zip(call.tensor_names, tensors, strict=True))
-        buffers = next(iter(self.built.tensors.values())).buffers
-        for form in forms:
-            if form.python.moved() is None and (form.guards is None or form.guards.broken(named, buffers) is None):
-                return form
-        owners = {p.name: p.stages for p in self.wiring.parameters}
-        sharded, device = self.built.back.sharded, self.world.device.type
-        dims = {**self.built.front.dims, **self.options.batch_dims}
-        alike = self.options.rng == "layout_free"
-        found = compile_evaluation(self.model, call, tensors, self.plan, owners, sharded, device, dims, alike)
-        forms.append(found)
-        del forms[:-MOST_VARIANTS]
-        return found
+    def _new_evaluation(self, call: Call, tensors: Sequence[Tensor], described: str) -> Evaluation:
+        """Compile the evaluation of a new form of batch; a collective call."""
+        problem: EfftraError | None = None
+        evaluation: Evaluation | None = None
+        forms, begin = self._evaluations, time.perf_counter()
+        try:
+            owners = {p.name: p.stages for p in self.wiring.parameters}
+            sharded, device = self.built.back.sharded, self.world.device.type
+            dims = {**self.built.front.dims, **self.options.batch_dims}
+            alike = self.options.rng == "layout_free"
+            evaluation = compile_evaluation(
+                self.model, call, tensors, self.plan, owners, sharded, device, dims, alike, forms.traces, forms.kept
+            )
+            rows_of_batch(call, tensors, evaluation.dims)
+        except EfftraError as error:
+            problem = error
+        self.world.agree(problem, self.world.calls)
+        if evaluation is None or problem is not None:
+            assert problem is not None
+            raise problem
+        same_evaluation(evaluation, self.world)
+        forms.seconds += time.perf_counter() - begin
+        if forms.count == MANY_VARIANTS:
+            forms.traces.notes.append(note_of_many(MANY_VARIANTS, forms.seconds))
+        self._tell(forms.traces.notes)
+        forms.keep(evaluation, described, MOST_VARIANTS)
+        return evaluation
+
+    def _tell(self, notes: list[str]) -> None:
+        """Print what nobody has been told yet."""
+        while notes:
+            note = notes.pop(0)
+            if self.world.first:
+                print(f"efftra_fx: {note}", file=sys.stderr)
+
+    def _sample(self, found: tuple[Call, tuple[Tensor, ...]] | None) -> dict[str, str]:
+        """Return some of a batch's numbers, where there are other processes to compare them with."""
+        several = self.world.size > 1 and len(self.world.transports) == 1
+        return sample_numbers(*found) if several and found is not None else {}
 
     @every_rank
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

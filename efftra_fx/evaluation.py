@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.build import connections, tensor_group
-from efftra_fx.capture_guards import Guards
 from efftra_fx.draws import KEY_DIMS, keys_of
+from efftra_fx.dump import print_graph
 from efftra_fx.errors import CaptureError, InputError
 from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
+from efftra_fx.front_end import copy_graph
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
 from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.batch_again import ProveAgain
@@ -31,14 +33,14 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.python_state import PythonUse
 from efftra_fx.runtime.executor import Executor, drawing
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
-from efftra_fx.signature import Call
-from efftra_fx.trace import capture
+from efftra_fx.signature import Call, difference
+from efftra_fx.trace import Captured, capture, surroundings_of
 from efftra_fx.trace_check import check_output, on_few_or_all
+from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
 
@@ -50,13 +52,29 @@ class Evaluation:
     wiring: Wiring
     tail: Tail
     dims: tuple[int | None, ...]
-    out_tree: Any
-    guards: Guards | None
     codes: tuple[tuple[ForwardCode | MeetingForward, ...], ...]  # by stage, one for each rank of a tensor group
     random: tuple[bool, ...]  # by stage: whether it draws random numbers
     constants: Mapping[str, Tensor]  # of this graph, which another may have under the same names
-    python: PythonUse  # what the model reads in Python
+    captured: Captured  # with what the model reads in Python
+    examples: tuple[Tensor, ...]  # stand for the tensors that it was captured for, without their values
     alike: bool  # whether it reads the keys of random numbers that any plan draws
+    around: tuple[Any, ...]  # autocast and hooks that it was captured under
+
+    def fits(self, call: Call, tensors: Sequence[Tensor]) -> bool:
+        """Say whether a batch differs from the one that it was captured for in rows and values alone."""
+        if difference(self.captured.call, call) is not None:
+            return False
+        return all(
+            a.dtype == b.dtype and a.ndim == b.ndim and all(a.shape[i] == b.shape[i] for i in range(a.ndim) if i != d)
+            for a, b, d in zip(self.examples, tensors, self.dims, strict=True)
+        )
+
+    @property
+    def text(self) -> list[str]:
+        """The graphs that it computes, a line a node."""
+        return [
+            line for gm in (*(s.gm for s in self.stages), self.tail.gm) for line in print_graph(gm, "").splitlines()
+        ]
 
 
 def compile_evaluation(
@@ -69,29 +87,23 @@ def compile_evaluation(
     device: str,
     batch_dims: Mapping[str, int | None],
     layout_free: bool = False,
+    traces: Traces | None = None,
+    forms: Sequence[Evaluation] = (),
 ) -> Evaluation:
     """Capture the model in eval mode and lay it over the stages that hold its parameters.
 
     `owners` says which stages hold a parameter, `sharded` how their ranks do; `batch_dims` along which dimension
-    known arguments have rows. The model's modes are left as they were.
+    known arguments have rows. A batch that differs from known `forms` in sizes alone comes from one of the `traces`
+    for all sizes, checked against eager like any other. The model's modes are left as they were.
     """
-    modes = {name: module.training for name, module in model.named_modules()}
+    around = surroundings_of(model)
     rows, dims = find_batch(call, tensors, {n: d for n, d in batch_dims.items() if n in call.tensor_names})
-    try:
-        model.eval()
-        small = proof_inputs(tensors, dims, rows)
-        captured = capture(model, call, small if rows == 1 else tensors, dims, want="output")
-        few = tensors if captured.guards is not None and rows > 1 else small
-        use = on_few_or_all(lambda part: check_output(model, captured, part), few, few if rows == 1 else tensors)
-    finally:
-        for name, module in model.named_modules():
-            module.training = modes[name]
-    if not captured.symbolic:
-        raise CaptureError(
-            "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
-            "take sizes from the tensors (x.shape[0]) and not from constants"
-        )
-    gm = LayoutFree(dims)(captured.gm) if layout_free else captured.gm
+    small = proof_inputs(tensors, dims, rows)
+    whole = small if rows == 1 else tensors
+    with evaluating(model):
+        captured = _captured(model, call, whole, small, dims, traces or Traces(), forms)
+    graph = copy_graph(captured.gm)
+    gm = LayoutFree(dims)(graph) if layout_free else graph
     alike, places = draws_alike(gm), dims
     if alike:
         places = (*dims, *KEY_DIMS.values())
@@ -111,7 +123,55 @@ def compile_evaluation(
     )
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     held = {name: constant.to(device) for name, constant in CONSTANTS[gm].items()}
-    return Evaluation(stages, wiring, tail, dims, captured.out_tree, captured.guards, codes, random, held, use, alike)
+    return Evaluation(stages, wiring, tail, dims, codes, random, held, captured, shapes_of(whole), alike, around)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode for a while, and each back into its own."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _captured(
+    model: nn.Module,
+    call: Call,
+    whole: Sequence[Tensor],
+    small: Sequence[Tensor],
+    dims: tuple[int | None, ...],
+    traces: Traces,
+    forms: Sequence[Evaluation],
+) -> Captured:
+    """Return the model's output as a graph that was checked, from a trace for all sizes where there is one."""
+    met = [(form.captured, form.examples) for form in forms]
+    varying, problem = traces.find(model, call, whole, dims, None, met, want="output"), ""
+    if varying is not None:
+        try:
+            return _checked(model, specialise(varying, call, whole, named_state(model, None)), small, whole)
+        except CaptureError as error:
+            problem = str(error)
+    captured = capture(model, call, whole, dims, want="output")
+    if not captured.symbolic:
+        raise CaptureError(
+            "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
+            "take sizes from the tensors (x.shape[0]) and not from constants"
+        )
+    captured = _checked(model, captured, small, whole)
+    if varying is not None:
+        traces.refuse(varying, f"this batch to evaluate is captured apart, since in the trace for all sizes {problem}")
+    else:
+        traces.join(call, captured, whole, met)
+    return captured
+
+
+def _checked(model: nn.Module, captured: Captured, small: Sequence[Tensor], whole: Sequence[Tensor]) -> Captured:
+    few = whole if captured.guards is not None else small
+    return replace(captured, python=on_few_or_all(lambda rows: check_output(model, captured, rows), few, whole))
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
@@ -244,4 +304,5 @@ def run_evaluation(
         function = TailFunction(evaluation.tail, tensors[world.ranks[0]].buffers, 0, world.device)
         with drawing(seed if function.random else None, world.device):
             flat = function.results(batch, joined)
-    return evaluation.out_tree.rebuild(list(flat))
+    assert evaluation.captured.out_tree is not None
+    return evaluation.captured.out_tree.rebuild(list(flat))

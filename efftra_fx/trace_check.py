@@ -251,6 +251,11 @@ def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor])
             f"the model gave {len(captured.out_tree.moving)} values while it was captured, {len(leaves)} now"
         )
     moving = [leaf for leaf, m in zip(leaves, captured.out_tree.moving, strict=True) if m]
+    rest = iter(found)
+    graph = [next(rest) if m else c for m, c in zip(captured.out_tree.moving, captured.out_tree.constants, strict=True)]
+    for a, b in zip(leaves, graph, strict=True):
+        if isinstance(a, (bool, int, float, str)) and (type(a) is not type(b) or (a != b and a == a)):
+            raise CaptureError(f"the model returns {a!r} in its output, and its graph {b!r}")
     for number, (a, b) in enumerate(zip(moving, found, strict=True)):
         difference = _apart(f"output {number}", a, b, result=number) if isinstance(a, Tensor) else None
         if difference is not None:

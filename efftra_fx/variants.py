@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from efftra_fx.build import Built, place
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
-from efftra_fx.example import find_batch
+from efftra_fx.example import find_batch, proof_inputs
 from efftra_fx.front_end import check_inputs, check_tensors, front_end
 from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
@@ -123,18 +123,22 @@ def capture_again(
     options = replace(options, batch_dims={**known, **options.batch_dims})
     met = [_met(form.front) for form in forms]
     try:
-        _, leaves = find_batch(call, tensors, options.batch_dims)
-        varying = None
+        rows, leaves = find_batch(call, tensors, options.batch_dims)
+        varying, problem = None, ""
         if not options.loss_as_it_is:
             varying = traces.find(model, call, tensors, leaves, options.loss_fn, met)
         if varying is not None:
+            sizes = proof_inputs(tensors, leaves, rows) if rows == 1 else tensors
             try:
-                captured = specialise(varying, call, tensors, named_state(model, options.loss_fn))
+                captured = specialise(varying, call, sizes, named_state(model, options.loss_fn))
                 return front_end(model, call, tensors, options, Report(), captured)
             except CaptureError as error:
-                traces.notes.append(f"this batch is captured apart, since in the trace for all sizes {error}")
+                problem = str(error)
         front = front_end(model, call, tensors, options, Report())
-        traces.join(call, front.captured, tensors, met)
+        if varying is not None:
+            traces.refuse(varying, f"this batch is captured apart, since in the trace for all sizes {problem}")
+        else:
+            traces.join(call, front.captured, tensors, met)
         return front
     except EfftraError as error:
         raise InputError(f"{reason}; the step was captured again for this batch, but {error}") from error

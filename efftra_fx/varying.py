@@ -11,6 +11,7 @@ specialised graph is checked against eager like any other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,6 +102,7 @@ class Traces:
     known: list[Varying] = field(default_factory=list)
     fixed: dict[Moving, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    refused: Counter[Moving] = field(default_factory=Counter)
 
     def find(
         self,
@@ -110,6 +112,7 @@ class Traces:
         batch_leaves: Sequence[int | None],
         loss_fn: LossFn | None,
         forms: Sequence[Form],
+        want: str = "loss",
     ) -> Varying | None:
         """Return a trace that a batch can be put into; one is made where a known form differs in sizes alone."""
         flags = flags_of(model)
@@ -120,12 +123,21 @@ class Traces:
         rows = next(t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None)
         if moving is None or moving in self.fixed or rows < _LEAST_ROWS:
             return None
-        found = capture_varying(model, call, tensors, batch_leaves, moving, loss_fn)
+        found = capture_varying(model, call, tensors, batch_leaves, moving, loss_fn, want)
         if isinstance(found, Varying):
             self.known.append(found)
+            del self.known[:-_MOST_TRACES]
             return found if found.holds(tensors) else None
         self.fixed[moving] = found
         return None
+
+    def refuse(self, varying: Varying, note: str) -> None:
+        """Let go of a trace that was not the model at some sizes; what is refused again and again is not made anew."""
+        self.notes.append(note)
+        self.known = [one for one in self.known if one is not varying]
+        self.refused[varying.moving] += 1
+        if self.refused[varying.moving] >= _MOST_REFUSED:
+            self.fixed[varying.moving] = ""  # why was said
 
     def join(self, call: Call, captured: Captured, tensors: Sequence[Tensor], forms: Sequence[Form]) -> None:
         """Make one trace for all sizes of two forms that differ in numbers alone, where the model fixes the sizes."""
@@ -144,6 +156,8 @@ class Traces:
 
 
 Form = tuple[Captured, Sequence[Tensor]]  # a step captured at these tensors' sizes
+_MOST_TRACES = 64
+_MOST_REFUSED = 3
 _LEAST_ROWS = 3  # the tracer takes one row for no symbol, and rows must not look like lengths
 
 
@@ -176,19 +190,25 @@ def _joined(
     plain = not (
         before.opaque or captured.opaque or before.whole_loss or captured.whole_loss or before.guards or captured.guards
     )
-    if len(pairs) != 1 or not plain or not _same_constants(before.gm, captured.gm):
+    alike = before.out_tree == captured.out_tree and _same_constants(before.gm, captured.gm)
+    if len(pairs) != 1 or not plain or not alike:
         return None
     index, dim = places[0]
     try:
         gm = align(before.gm, captured.gm, pairs.pop(), (captured.call.tensor_names[index], dim))
     except CaptureError:  # the two differ in more than numbers; each size is captured, as was said
         return None
-    return Varying(replace(before, gm=gm), moving, tuple(example))
+    return Varying(replace(before, gm=gm), moving, shapes_of(example))
 
 
 def _same_constants(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     a, b = CONSTANTS[one], CONSTANTS[other]
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return what stands for tensors where their values do not matter: what is kept must not hold batches."""
+    return tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
 
 
 def capture_varying(
@@ -198,6 +218,7 @@ def capture_varying(
     batch_leaves: Sequence[int | None],
     moving: Moving,
     loss_fn: LossFn | None,
+    want: str = "loss",
 ) -> Varying | str:
     """Capture a step with the moving dimensions as symbols; return why not where the model fixes them."""
     used = {size for t, dims in zip(tensors, moving, strict=True) for size in (t.shape[d] for d in dims)}
@@ -205,7 +226,7 @@ def capture_varying(
     if example is None:
         return "the batch has too few rows to tell rows from lengths"
     try:
-        captured = capture(model, call, example, batch_leaves, loss_fn, moving=moving)
+        captured = capture(model, call, example, batch_leaves, loss_fn, want, moving=moving)
     except EfftraError as error:
         return str(error)
     if captured.opaque or captured.whole_loss or (captured.guards is not None and captured.guards.lines):
@@ -216,7 +237,7 @@ def capture_varying(
         fixed = [d for d in dims if _number(node.meta["val"].shape[d]) is not None]
         if fixed:
             return f"it fixes dimension {fixed[0]} of '{name}'"
-    return Varying(captured, moving, tuple(example))
+    return Varying(captured, moving, shapes_of(example))
 
 
 def _other_rows(tensors: Sequence[Tensor], batch_leaves: Sequence[int | None], used: set[int]) -> list[Tensor] | None:
@@ -261,7 +282,24 @@ def specialise(varying: Varying, call: Call, tensors: Sequence[Tensor], values: 
         for node, dim in zip(_inputs(gm), general.batch_leaves, strict=True)
     ):
         raise CaptureError("an operator fixes the number of rows at this size")
-    return replace(general, gm=gm, call=call)
+    return replace(_numbers_apart(general, gm), gm=gm, call=call)
+
+
+def _numbers_apart(general: Captured, gm: fx.GraphModule) -> Captured:
+    """Take leaves of the output that have become numbers out of the graph; a capture at these sizes has them apart."""
+    tree = general.out_tree
+    if tree is None:
+        return general
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    count, results = OUTPUTS[gm].loss, list(output.args[0])
+    source = iter(results[:count])
+    leaves = [next(source) if m else constant for m, constant in zip(tree.moving, tree.constants, strict=True)]
+    moving = tuple(isinstance(leaf, fx.Node) for leaf in leaves)
+    kept = tuple(leaf for leaf, moves in zip(leaves, moving, strict=True) if moves)
+    output.args = ((*kept, *results[count:]),)
+    OUTPUTS[gm] = replace(OUTPUTS[gm], loss=len(kept))
+    constants = tuple(None if moves else leaf for leaf, moves in zip(leaves, moving, strict=True))
+    return replace(general, out_tree=replace(tree, moving=moving, constants=constants))
 
 
 def named_state(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:

@@ -254,10 +254,10 @@ def test_many_lengths_are_told_once_and_more_than_are_kept_still_train(
     assert len(program._variants) == 2  # 8 and 3: the others were let go when 8 came
     told = "2 forms of batch have been met, and capturing them took"
     assert capsys.readouterr().err.count(told) == 1
-    met = len(program._evaluations)
+    met = len(program._evaluations.kept)
     for length in (3, 4, 5, 6):
         assert program.evaluate(tokens(length)[0][0]).shape == (4 * length, 9)
-    assert met == 0 and len(program._evaluations) == 1
+    assert met == 0 and len(program._evaluations.kept) == 1
 
 
 def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Module, CompiledModel]) -> None:

@@ -1,0 +1,61 @@
+"""The evaluations of a program, one for each form of batch that was met: other lengths, flags, ways through a branch.
+
+As in training: a form that differs from a known one in sizes alone comes from one trace for all sizes, and is checked
+against eager like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from efftra_fx.evaluation import Evaluation
+from efftra_fx.signature import Call
+from efftra_fx.trace import surroundings_of
+from efftra_fx.varying import Traces
+
+
+@dataclass
+class EvaluationForms:
+    """What was compiled, the oldest first, and the traces for all sizes; `met` is the form that a batch had last."""
+
+    kept: list[Evaluation] = field(default_factory=list)
+    traces: Traces = field(default_factory=Traces)
+    met: dict[str, Evaluation] = field(default_factory=dict)
+    seconds: float = 0.0
+    count: int = 0
+
+    def find(
+        self, model: nn.Module, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor], described: str
+    ) -> Evaluation | None:
+        """Return the evaluation that a batch of this description is for, None where it is of a new form."""
+        around, named = surroundings_of(model), dict(zip(call.tensor_names, tensors, strict=True))
+        likely = self.met.get(described)
+        order = self.kept if likely is None else [likely, *self.kept]
+        for form in order:
+            if form.around == around and form.fits(call, tensors) and _goes_on(form, named, buffers):
+                if len(self.met) >= _MOST_DESCRIBED:
+                    self.met.clear()
+                self.met[described] = form
+                return form
+        return None
+
+    def keep(self, form: Evaluation, described: str, most: int) -> None:
+        """Keep one more evaluation; with more than `most` all others are let go."""
+        if len(self.kept) >= most:
+            self.kept.clear()
+            self.met.clear()
+        self.count += 1
+        self.kept.append(form)
+        self.met[described] = form
+
+
+_MOST_DESCRIBED = 4096  # descriptions of batches, each a line of text
+
+
+def _goes_on(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:
+    guards = form.captured.guards
+    return form.captured.python.moved() is None and (guards is None or guards.broken(dict(named), buffers) is None)
