@@ -93,9 +93,10 @@ class Sample:
         self.example, self.compute, self.mixed, self.number = example, compute, mixed, number
         self.doubtful: set[fx.Node] = set(found)  # found to mix rows, and what follows them only if these do
         self.known: dict[fx.Node, Values] = {}
+        self.starts = [sum(example.sizes[:i]) for i in range(len(example.sizes))]
         order = torch.Generator().manual_seed(number)
         self.order = torch.randperm(example.rows, generator=order) if number else torch.arange(example.rows)
-        self.reach = (torch.rand(example.rows, generator=order) * 2 - 1) * (_LARGEST if number else 0.0)
+        self.reach = _reach(number, example.rows, order)
 
     def doubt(self, node: fx.Node, values: Values) -> None:
         """Take a node's values as computed from now on."""
@@ -138,7 +139,8 @@ class Sample:
         actual, (*own,) = self.example.values(node)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.number} {node.name}".encode()))
         if split.kind == "sum":
-            pieces = [self.numbers(node, p, generator, None) for p in own]
+            sizes = zip(own, self.reach[[*self.starts]], strict=True)
+            pieces = [self.numbers(node, p, generator, None) * (10.0**reach).to(p.dtype) for p, reach in sizes]
             return sum(pieces[1:], pieces[0]), tuple(pieces)
         if split.kind != "rows":
             drawn = (actual.is_floating_point() or actual.is_complex()) and node not in self.example.fixed
@@ -147,10 +149,9 @@ class Sample:
         whole = self.numbers(node, actual, generator, split)
         if node in self.example.partly:
             whole = torch.where(self.example.partly[node], whole, actual)
-        places = torch.tensor(self.example.sizes).cumsum(0) - torch.tensor(self.example.sizes)
         cut = [
-            torch.empty_like(p).copy_(whole.narrow(split.dim, int(start) * split.per_row, p.shape[split.dim]))
-            for start, p in zip(places, own, strict=True)
+            torch.empty_like(p).copy_(whole.narrow(split.dim, start * split.per_row, p.shape[split.dim]))
+            for start, p in zip(self.starts, own, strict=True)
         ]
         return whole, tuple(cut)
 
@@ -167,11 +168,27 @@ class Sample:
             kind = torch.complex128 if like.is_complex() else torch.float64
             return made.copy_(torch.randn(like.shape, generator=generator, dtype=kind) * reach)
         if node in self.example.counted:
-            return made.copy_(torch.rand(like.shape, generator=generator, dtype=torch.float64) * (1 + 9 * reach))
+            return made.copy_(torch.rand(like.shape, generator=generator, dtype=torch.float64) * (2 + 9 * reach**2))
         if split is None:
             return like
         rows = (self.order[:, None] * split.per_row + torch.arange(split.per_row)).flatten()
         return made.copy_(like.index_select(split.dim, rows.to(like.device)))
+
+
+def samples(rows: int) -> int:
+    """Return how many samples tell."""
+    return 1 + 3 * min(rows, 4)
+
+
+def _reach(number: int, rows: int, generator: torch.Generator) -> Tensor:
+    """Return the size of each row's values, as a power of ten: one is small or large, or any is."""
+    if number == 0:
+        return torch.zeros(rows)
+    row, way = divmod(number - 1, 3)
+    if way == 2:
+        return (torch.rand(rows, generator=generator) * 2 - 1) * _LARGEST
+    others = _LARGEST if way == 0 else -_LARGEST
+    return torch.full((rows,), others).index_fill(0, torch.tensor(row), -others)
 
 
 def is_several(node: Any) -> bool:

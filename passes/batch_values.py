@@ -24,9 +24,7 @@ from efftra_fx.opaque import is_opaque
 
 from .batch_evaluate import is_random
 from .batch_relation import close, relation
-from .batch_samples import FAILS, UNKNOWN, Compute, Example, Sample, Values, example_of, is_several
-
-_SAMPLES = 6
+from .batch_samples import FAILS, UNKNOWN, Compute, Example, Sample, Values, example_of, is_several, samples
 
 
 def mixing_with_other_values(
@@ -70,7 +68,7 @@ class _Search:
         shown = {n for n in mixing if self.differs(n, self.example.values(n))}
         constant = {n for n in behind if _is_constant(self.example.whole[n])}
         found: dict[fx.Node, int] = {}  # and with which sample
-        for number in range(_SAMPLES if behind else 1):
+        for number in range(samples(self.example.rows) if behind else 1):
             sample = Sample(self.example, self.compute, self.mixed, number, found)
             for node in self.gm.graph.nodes:
                 if node in mixing and self.differs(node, sample.value(node)):

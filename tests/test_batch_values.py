@@ -24,6 +24,9 @@ HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "the largest of the outliers": lambda m, h: h + torch.where(h > 2, h, torch.zeros_like(h)).amax(0),
     "the sum of the outliers": lambda m, h: h + ((h > 2) * h).sum(0),
     "room for so many rows": lambda m, h: h * ((h[:, :1] > -2).long().cumsum(0) <= 40),
+    "room for so many rows of a class": lambda m, h: (lambda one: h * ((one.cumsum(0) * one).sum(1, True) <= 40))(
+        F.one_hot(h.argmax(1), WIDTH)
+    ),
     "a rounded statistic": lambda m, h: h + (h.mean() * 0.1).round(),
     "a whole number of a statistic": lambda m, h: h + (h.abs().mean(0) * 0.1).long(),
     "a gate that is shut": lambda m, h: h + torch.sigmoid(1000 * (h - 2)) * h.mean(0),
