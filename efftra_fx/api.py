@@ -76,6 +76,7 @@ from efftra_fx.state import (
     held_parameters,
     owned,
     problem_of_norm,
+    refresh_buffers,
     refresh_copies,
     share,
     take_state,
@@ -350,6 +351,8 @@ class CompiledModel(NotAModule):
                 built.tails[t.rank],
                 t,
                 built.shapes[t.rank],
+                news=built.news.get(t.rank),
+                carried=built.carried,
             )
             for t in self.world.transports
         }
@@ -381,7 +384,8 @@ class CompiledModel(NotAModule):
         self._take_turn(self.world)
         self._look_at_others()
         front, back = self._forms[form].front, self._forms[form].back
-        seed = self._seed(front.alone is not None or front.tail.random, back.random)
+        joined = front.tail.random or (front.news is not None and front.news.tail.random)
+        seed = self._seed(front.alone is not None or joined, back.random)
         results = self._run(form, batch, seed, scale)
         self._add_gradients(results, front.captured.seldom)
         if self._steps == 1:
@@ -656,6 +660,7 @@ class CompiledModel(NotAModule):
         batch = Batch(rows_of_batch(*found, evaluation.dims), self._named(*found), {**dims, **KEY_DIMS})
         self._take_turn(self.world)
         refresh_copies(self.built)
+        refresh_buffers(self.built, evaluation.buffers, self.world)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
         return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
@@ -815,7 +820,9 @@ class CompiledModel(NotAModule):
         loss, and autograd its gradients.
         """
         front, back = self.built.front, self.built.back
-        comm = InsertComm(back.plan, back.wiring, back.stages, front.tail, front.dims, front.rows, front.counters)
+        comm = InsertComm(
+            back.plan, back.wiring, back.stages, front.tail, front.dims, front.rows, front.counters, front.news
+        )
         return run_passes(front.gm, (comm,), ("role", "outputs", "stage"))
 
     def node_costs(self, repeats: int = 3) -> CostTable:

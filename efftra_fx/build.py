@@ -26,7 +26,7 @@ from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_examp
 from efftra_fx.passes.shard_cuts import Placement
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.stage_compile import check_backend
-from efftra_fx.passes.tail_code import TailFunction
+from efftra_fx.passes.tail_code import NewsFunction, TailFunction
 from efftra_fx.plan import Plan
 from efftra_fx.plan_choice import candidate_widths, choose_plan, cost_chain, cost_widths, promising_widths
 from efftra_fx.program import AllReduce, Join, Load, Message, RankProgram, ReduceLoss, Value
@@ -48,6 +48,8 @@ class Built:
     works: dict[int, StageWork | None]
     tensors: dict[int, Tensors]
     tails: dict[int, TailFunction]
+    news: dict[int, NewsFunction]
+    carried: dict[str, int]  # buffers that one stage writes and another reads, and the rank that gives them to all
     values: dict[str, Value]
     shapes: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # by rank, by parameter; "" is the loss
     codes: dict[Any, StageFunctions]
@@ -214,7 +216,9 @@ def place(
     if backend is not None:
         _check_compiled(back, backend, world)
     values = {v.name: v for v in back.wiring.values}
-    built = Built(front, back, chain, planned, {}, {}, {}, values, {}, {} if known is None else known)
+    built = Built(
+        front, back, chain, planned, {}, {}, {}, {}, _carried(back), values, {}, {} if known is None else known
+    )
     if world is None:
         return built
     constant_stage = max(s for s, graph in enumerate(back.stages) if graph.boundaries)
@@ -227,12 +231,30 @@ def place(
             held = Tensors(base.tensors[rank].parameters, base.tensors[rank].buffers, held.constants)
         built.tensors[rank] = held
         built.tails[rank] = TailFunction(front.tail, held.buffers, constant_stage, transport.device)
+        if front.news is not None:
+            beside = len(world.transports) > 1
+            built.news[rank] = NewsFunction(front.news, held.buffers, transport.device, beside)
         built.works[rank] = None
         if rank in places:
             code = _code(front, back, values, world.device.type, built.codes, places[rank], rank, backend)
             built.works[rank] = _work(front, back, places[rank], rank, code)
     report.timed("place", begin)
     return built
+
+
+def _carried(back: Back) -> dict[str, int]:
+    readers: dict[str, set[int]] = {}
+    for index, graph in enumerate(back.stages):
+        for role in graph.roles:
+            if role.kind == "buffer":
+                readers.setdefault(role.name, set()).add(index)
+    return {n: r for n, (s, r) in written_buffers(back).items() if readers.get(n, set()) - {s}}
+
+
+def written_buffers(back: Back) -> dict[str, tuple[int, int]]:
+    """Return the buffers that ranks of one stage write: the stage, and the first of its ranks."""
+    stages = enumerate(zip(back.stages, back.plan.stages, strict=True))
+    return {name: (index, stage.devices[0]) for index, (graph, stage) in stages for name in graph.buffers}
 
 
 def _check_cut(front: Front, back: Back) -> None:
@@ -281,7 +303,7 @@ def _code(
     graph, stage, sharded = back.stages[index], back.plan.stages[index], back.sharded[index]
     number, synced = stage.devices.index(rank) % stage.tensor, back.synced[index]
     flags = Flags(graph, values, trainable, index)
-    outputs = (graph.sends, graph.boundaries, graph.buffers)
+    outputs = (graph.sends, graph.boundaries, graph.buffers, graph.parts)
     blocks = (stage.first_block, stage.stop_block)
     placed = None if sharded is None else (number, tuple(sorted((n, str(p)) for n, p in sharded.parameters.items())))
     met = stage.replicas if synced is not None else 1
@@ -302,6 +324,7 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
     graph = back.stages[stage]
     kinds = {b.name: b for b in front.tail.boundaries}
     bounds = tuple(BoundaryPart(n, kinds[n].kind, kinds[n].dim) for n in graph.boundaries)
+    news = {} if front.news is None else {b.name: b for b in front.news.tail.boundaries}
     planned, synced = back.plan.stages[stage], back.synced[stage]
     number = planned.devices.index(rank) % planned.tensor
     return StageWork(
@@ -317,6 +340,7 @@ def _work(front: Front, back: Back, stage: int, rank: int, code: StageFunctions)
         together=tensor_group(back.plan, rank),
         beside=() if synced is None else planned.devices[number :: planned.tensor],
         shared=frozenset() if synced is None else synced.buffers,
+        parts=tuple(BoundaryPart(n, news[n].kind, news[n].dim) for n in graph.parts),
     )
 
 

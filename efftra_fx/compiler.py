@@ -24,6 +24,7 @@ from efftra_fx.parts import Parts
 from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.passes.blocks import block_names
 from efftra_fx.passes.facts import with_parameters
+from efftra_fx.passes.news import News
 from efftra_fx.passes.reduction import Weight
 from efftra_fx.passes.shard import Sharded, shard_stages
 from efftra_fx.passes.shard_explain import HEADING, explain_groups
@@ -99,6 +100,7 @@ class Front:
     notes: tuple[str, ...]
     counters: frozenset[str]
     parts: Parts  # what the model was made of
+    news: News | None  # buffers that the whole batch writes, once a step
     pairwise: str | None  # a module that needs two rows or more in every part: it normalises over rows alone
     statistics: str = ""  # over which rows norms take them: "local", "synced" or "exact"; "" where there are none
     alone: fx.GraphModule | None = None  # the step of one device, where it draws the numbers that any plan draws

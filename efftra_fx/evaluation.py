@@ -33,7 +33,8 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.runtime.executor import Executor, drawing
+from efftra_fx.runtime.drawing import drawing
+from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
@@ -75,6 +76,16 @@ class Evaluation:
         return [
             line for gm in (*(s.gm for s in self.stages), self.tail.gm) for line in print_graph(gm, "").splitlines()
         ]
+
+    @property
+    def buffers(self) -> dict[str, frozenset[int]]:
+        """The stages that read each buffer; -1 for every rank, which put the output together."""
+        found: dict[str, set[int]] = {}
+        for index, graph in ((-1, self.tail.gm), *enumerate(stage.gm for stage in self.stages)):
+            for node in graph.graph.nodes:
+                if node.op == "placeholder" and ROLE[node].kind == "buffer":
+                    found.setdefault(ROLE[node].name, set()).add(index)
+        return {name: frozenset(stages) for name, stages in found.items()}
 
 
 def compile_evaluation(

@@ -25,6 +25,7 @@ from efftra_fx.passes.batch_evaluate import is_batch_statistics
 from efftra_fx.passes.blocks import FoldBlocks
 from efftra_fx.passes.layout_free import LayoutFree, draws_alike
 from efftra_fx.passes.means import SeparateMeans
+from efftra_fx.passes.news import counters, split_news
 from efftra_fx.passes.pipeline import Pass, run_passes
 from efftra_fx.passes.reduction import DeclareReduction, SettleReduction
 from efftra_fx.passes.shapes import AnnotateShapes
@@ -114,9 +115,11 @@ def front_end(
     if callable(options.loss_reduction) and options.loss_fn is not None and not captured.whole_loss and _declared(gm):
         # of a part that weighs nothing the captured loss may have no finite gradients, and then is not to run at all
         return front_end(model, call, given, replace(options, loss_as_it_is="its parts are weighed"), report)
-    norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n))
-    counters, pairwise = _counters(gm), _pairwise(gm)
-    buffers = buffer_notes(gm, counters, norms)
+    norms = tuple(PATH.get(n) or n.name for n in gm.graph.nodes if is_synced(n) and not _joined(n))
+    pairwise = _pairwise(gm)
+    gm, news = split_news(gm, norms)
+    once = counters(gm)
+    buffers = buffer_notes(gm, once, norms)
     notes = (
         *norm_notes(norms, options.batch_norm),
         *buffers,
@@ -127,6 +130,8 @@ def front_end(
     )
     gm, tail = split_tail(gm)
     report.graph("tail", tail.gm)
+    if news is not None:
+        report.graph("news", news.tail.gm)
     gm = run_passes(
         gm,
         (AnnotateShapes(), FoldBlocks()),
@@ -145,8 +150,9 @@ def front_end(
         rows,
         loss_dtype,
         notes,
-        counters,
+        once,
         Parts(*models),
+        news,
         pairwise,
         options.batch_norm if norms else "",
         alone,
@@ -157,6 +163,11 @@ def _declared(gm: fx.GraphModule) -> bool:
     """Say whether the loss is what parts make by a declared reduction."""
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
     return REDUCED.on(output.args[0][0])
+
+
+def _joined(norm: fx.Node) -> bool:
+    """Say whether a norm has the whole batch's statistics in any case, since it comes behind what mixes rows."""
+    return isinstance(norm.args[0], fx.Node) and BATCH[norm.args[0]].kind == "mixed"
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -198,18 +209,6 @@ def check_parts(front: Front, programs: Mapping[int, RankProgram]) -> None:
                     f"{start} of {program.rows} in micro-batch {instruction.micro_batch}; "
                     "use fewer micro-batches or replicas, or a larger batch"
                 )
-
-
-def _counters(gm: fx.GraphModule) -> frozenset[str]:
-    """Return the buffers that are written once a step: their new value does not depend on the batch's values.
-
-    Those of a module that keeps statistics of the batch go with its statistics instead.
-    """
-    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-    outputs = OUTPUTS[gm]
-    kinds = {name: BATCH[node].kind for name, node in zip(outputs.buffers, output.args[0][outputs.loss :], strict=True)}
-    moving = {name.rpartition(".")[0] for name, kind in kinds.items() if kind != "whole"}
-    return frozenset(name for name, kind in kinds.items() if kind == "whole" and name.rpartition(".")[0] not in moving)
 
 
 def check_inputs(front: Front, call: Call, tensors: Sequence[Tensor]) -> int:

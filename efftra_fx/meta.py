@@ -69,10 +69,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the graph's outputs are, in order: loss parts first, then new buffer values."""
+    """What the graph's outputs are, in order: loss parts, new buffer values, and `parts` of what buffers become.
+
+    The latter, named by their nodes, are joined over the batch, and new values of further buffers made of them.
+    """
 
     loss: int
     buffers: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efftra_fx.build import Built
+from efftra_fx.build import Built, written_buffers
 from efftra_fx.errors import CheckpointError, InputError
 from efftra_fx.runtime.checkpoint import Owned, share_tensors
+from efftra_fx.runtime.news import carry_buffers
 from efftra_fx.world import World
 
 Listed = list[tuple[Owned, Tensor | None]]
@@ -52,7 +53,7 @@ def owned(built: Built, model: nn.Module, loss_fn: Any, gradients: bool) -> List
     apart = len(built.tensors) == 1
     back = built.back
     stages = {p.name: min(p.stages) for p in back.wiring.parameters}
-    writers = {name: s for s, graph in enumerate(back.stages) for name in graph.buffers}
+    writers = {name: stage for name, (stage, _) in written_buffers(back).items()}
     trained = {p.name for p in back.wiring.parameters if p.trainable}
     named: list[tuple[str, Tensor, int]] = [
         (n, p, stages.get(n, -1)) for n, p in all_parameters(model, loss_fn) if not gradients or n in trained
@@ -244,6 +245,18 @@ def problem_of_norm(max_norm: Any, norm_type: Any) -> InputError | None:
         if not (given and float(number) >= least):
             return InputError(f"{what} must be a number of {least:g} or more, got {number!r}")
     return None
+
+
+def refresh_buffers(built: Built, read: Mapping[str, frozenset[int]], world: World) -> None:
+    """Bring buffers that one stage's ranks write up to date where others read them; a collective call.
+
+    `read` has the stages that read a buffer, -1 for every rank.
+    """
+    wanted = {n: r for n, (s, r) in written_buffers(built.back).items() if read.get(n, frozenset()) - {s}}
+    wanted = {name: rank for name, rank in wanted.items() if name not in built.carried}
+    if wanted and world.size > 1:
+        held = {transport.rank: built.tensors[transport.rank].buffers for transport in world.transports}
+        world.run(lambda transport: carry_buffers(wanted, held[transport.rank], transport))
 
 
 def clip_gradients(

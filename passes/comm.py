@@ -26,9 +26,10 @@ from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
 
 from .lower import is_reduced, reduce_group
+from .news import News
 from .routes import Cell, Route, find_routes, lay_out_cells
 from .split import StageGraph
-from .tail import Tail
+from .tail import Boundary, Tail
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class InsertComm:
     dims: Mapping[str, int | None]
     rows: int
     once: frozenset[str] = frozenset()
+    news: News | None = None
     name: ClassVar[str] = "insert-comm"
     needs: ClassVar[tuple[str, ...]] = ("role", "outputs", "stage")
     gives: ClassVar[tuple[str, ...]] = ()
@@ -63,6 +65,8 @@ class InsertComm:
                     builder.compute(cell)
         builder.finish()
         modules = {f"stage_{i}": stage.gm for i, stage in enumerate(self.stages)} | {"tail": self.tail.gm}
+        if self.news is not None:
+            modules["news"] = self.news.tail.gm
         result = fx.GraphModule(modules, builder.graph)
         names = sorted(builder.buffers)
         OUTPUTS[result] = Outputs(1, tuple(names))
@@ -81,11 +85,11 @@ class _Builder:
         self.devices = tuple(stage.devices[:: stage.tensor] for stage in options.plan.stages)
         self.cells = lay_out_cells(self.devices, options.rows, options.plan.micro_batches)
         self.values = {value.name: value for value in options.wiring.values}
-        self.bounds = {bound.name: bound for bound in options.tail.boundaries}
         self.graph = fx.Graph()
         self.inputs: dict[tuple[str, str], fx.Node] = {}
         self.computed: dict[_Place, fx.Node] = {}
         self.parts: dict[str, list[tuple[Cell, fx.Node]]] = defaultdict(list)
+        self.handed: dict[str, list[tuple[Cell, fx.Node]]] = defaultdict(list)  # what new values of buffers are made of
         self.written: dict[tuple[str, int], fx.Node] = {}  # a rank's latest value of a buffer
         self.buffers: dict[str, fx.Node] = {}
         self.arriving: dict[tuple[str, Cell], list[Route]] = defaultdict(list)
@@ -114,14 +118,15 @@ class _Builder:
         label = f"stage_{cell.stage}_m{cell.micro_batch}_rank{cell.rank}"
         call = self.graph.create_node("call_module", f"stage_{cell.stage}", operands, name=label)
         STAGE[call] = cell.stage
-        names = (*stage.sends, *stage.boundaries, *stage.buffers)
-        for position, name in enumerate(names):
+        for position, name in enumerate(stage.outputs):
             output = self._call(operator.getitem, call, position)
             STAGE[output] = cell.stage
             if position < len(stage.sends):
                 value = self.values[name]
                 _note(output, value.dtype, value.part_shape(cell.stop - cell.start))
                 self.computed[name, cell.micro_batch, cell.rank] = output
+            elif position >= len(stage.outputs) - len(stage.parts):
+                self.handed[name].append((cell, output))
             elif position < len(stage.sends) + len(stage.boundaries):
                 self.parts[name].append((cell, output))
             else:
@@ -137,13 +142,15 @@ class _Builder:
         label = f"stage_{whole.stage}_m{whole.micro_batch}_ranks{'_'.join(str(cell.rank) for cell in cells)}"
         call = self.graph.create_node("call_module", f"stage_{whole.stage}", operands, name=label)
         STAGE[call] = whole.stage
-        for position, name in enumerate((*stage.sends, *stage.boundaries, *stage.buffers)):
+        for position, name in enumerate(stage.outputs):
             output = self._call(operator.getitem, call, position)
             STAGE[output] = whole.stage
             if position < len(stage.sends):
                 for cell in cells:
                     part = self._share(output, self.values[name], cell, whole)
                     self.computed[name, cell.micro_batch, cell.rank] = part
+            elif position >= len(stage.outputs) - len(stage.parts):
+                self.handed[name].append((whole, output))
             elif position < len(stage.sends) + len(stage.boundaries):
                 self.parts[name].append((whole, output))
             else:
@@ -223,17 +230,24 @@ class _Builder:
 
     def finish(self) -> None:
         """Join what the parts hand to the whole batch, call the loss's tail, and return."""
-        operands = []
-        for node in self.options.tail.gm.graph.nodes:
-            if node.op != "placeholder":
-                continue
-            role = ROLE[node]
-            operands.append(self._joined(role.name) if role.kind == "boundary" else self.inputs[role.kind, role.name])
-        loss = self.graph.call_module("tail", tuple(operands))
+        loss = self._call_tail("tail", self.options.tail, self.parts)
+        if self.options.news is not None:
+            made = self._call_tail("news", self.options.news.tail, self.handed)
+            for index, name in enumerate(self.options.news.buffers):
+                self.buffers[name] = self._call(operator.getitem, made, index)
         self.graph.output((loss, *(self.buffers[name] for name in sorted(self.buffers))))
 
-    def _joined(self, name: str) -> fx.Node:
-        bound, parts = self.bounds[name], self.parts[name]
+    def _call_tail(self, name: str, tail: Tail, parts: Mapping[str, list[tuple[Cell, fx.Node]]]) -> fx.Node:
+        bounds, operands = {bound.name: bound for bound in tail.boundaries}, []
+        for node in tail.gm.graph.nodes:
+            if node.op == "placeholder":
+                role = ROLE[node]
+                boundary = role.kind == "boundary"
+                found = self._joined(bounds[role.name], parts[role.name]) if boundary else None
+                operands.append(self.inputs[role.kind, role.name] if found is None else found)
+        return self.graph.call_module(name, tuple(operands))
+
+    def _joined(self, bound: Boundary, parts: list[tuple[Cell, fx.Node]]) -> fx.Node:
         if bound.kind == "whole":
             return parts[0][1]
         ranks = tuple(dict.fromkeys(cell.rank for cell, _ in parts))

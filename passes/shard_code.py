@@ -87,7 +87,7 @@ class MeetingForward:
         if key not in self.known:
             blank = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in operands]
             none = (False,) * len(blank)
-            count = len(self.stage.sends) + len(self.stage.boundaries) + len(self.stage.buffers)
+            count = len(self.stage.outputs)
             parts = differentiate(
                 self.stage.gm,
                 blank,

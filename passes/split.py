@@ -24,13 +24,19 @@ class StageGraph:
 
     Placeholders have roles: parameters, buffers, constants, inputs, and "value" for
     what earlier stages send. Outputs are, in order, the crossing values `sends`, the
-    `boundaries` of the loss, and new values of `buffers`.
+    `boundaries` of the loss, new values of `buffers`, and `parts` of what other buffers become.
     """
 
     gm: fx.GraphModule
     sends: tuple[str, ...]
     boundaries: tuple[str, ...]
     buffers: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of all outputs, in order."""
+        return (*self.sends, *self.boundaries, *self.buffers, *self.parts)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -71,14 +77,18 @@ def split_stages(gm: fx.GraphModule, stages: int, allow_empty: bool = False) -> 
             raise PlanError(f"stage {stage} has no node; use fewer stages")
         sends = [n for n in own if n in crossing]
         bounds = [(n, n.name) for n in results[: outputs.loss] if place[n] == stage]
-        news = [
-            (n, name) for n, name in zip(results[outputs.loss :], outputs.buffers, strict=True) if place[n] == stage
-        ]
-        wanted = [*sends, *(n for n, _ in bounds), *(n for n, _ in news)]
+        last = outputs.loss + len(outputs.buffers)
+        news = [(n, m) for n, m in zip(results[outputs.loss : last], outputs.buffers, strict=True) if place[n] == stage]
+        parts = [n for n in results[last:] if place[n] == stage]
+        wanted = [*sends, *(n for n, _ in bounds), *(n for n, _ in news), *parts]
         graph = extract(gm, own, wanted)
         graphs.append(
             StageGraph(
-                graph, tuple(n.name for n in sends), tuple(name for _, name in bounds), tuple(name for _, name in news)
+                graph,
+                tuple(n.name for n in sends),
+                tuple(name for _, name in bounds),
+                tuple(name for _, name in news),
+                tuple(n.name for n in parts),
             )
         )
     return tuple(graphs)

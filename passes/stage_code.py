@@ -193,7 +193,7 @@ class ForwardCode:
     @cached_property
     def function(self) -> Emitted:
         """The generated function, for any number of rows; compiled at first use."""
-        outputs = len(self.stage.sends) + len(self.stage.boundaries) + len(self.stage.buffers)
+        outputs = len(self.stage.outputs)
         return emit(self.stage.gm, name="forward", takes=(len(self.stage.roles),), gives=(outputs,))
 
     def forward(self, operands: list[Any]) -> tuple[Sequence[Any], Any]:
@@ -236,7 +236,7 @@ class Flags:
         bounds = len(stage.boundaries)
         flags = [any(values[name].gradients) for name in stage.sends]
         flags += [_moves(node) for node in results[sends : sends + bounds]]
-        flags += [False] * len(stage.buffers)
+        flags += [False] * (len(stage.buffers) + len(stage.parts))
         self.outputs = tuple(flags)
 
     @property

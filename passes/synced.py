@@ -81,7 +81,7 @@ def _rewritten(gm: fx.GraphModule, replicas: int) -> fx.GraphModule:
 def _shared(stage: StageGraph) -> frozenset[str]:
     """Return the buffers of modules that keep statistics: new values that depend on them, and their counters."""
     output = next(n for n in reversed(stage.gm.graph.nodes) if n.op == "output")
-    news = dict(zip(stage.buffers, output.args[0][len(stage.sends) + len(stage.boundaries) :], strict=True))
+    news = dict(zip(stage.buffers, output.args[0][len(stage.sends) + len(stage.boundaries) :], strict=False))
     moving = {name.rpartition(".")[0] for name, node in news.items() if _from_statistics(node)}
     return frozenset(name for name in news if name.rpartition(".")[0] in moving)
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from efftra_fx.errors import LossError
-from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, SOURCE, Outputs, Role
+from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, SOURCE, Role
 from efftra_fx.walks import ancestors
 
 from .slices import draws
@@ -68,6 +68,7 @@ class Boundary:
     name: str
     kind: str  # "sum" | "rows" | "whole"
     dim: int = 0
+    buffer: bool = False  # it is a buffer of the model as the step found it
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Tail:
 
 
 def split_tail(gm: fx.GraphModule, training: bool = True) -> tuple[fx.GraphModule, Tail]:
-    """Cut the loss's tail off; the returned graph gives the boundary values, then new buffer values.
+    """Cut the loss's tail off; the returned graph gives the boundary values, then what else it gave.
 
     Needs `BATCH` and `FREE`. For an evaluation graph (`training=False`) the tail returns the list of all
     outputs of the model. Raises LossError where the loss depends on no parameter.
@@ -105,16 +106,17 @@ def split_tail(gm: fx.GraphModule, training: bool = True) -> tuple[fx.GraphModul
     if training and FREE[results[0]]:
         raise LossError("the loss depends on no parameter of the model; nothing can be trained")
     inside, boundary = _walk([r for r in results if isinstance(r, fx.Node)])
-    tail_gm = _extract_tail(gm, results[0] if training else results, inside, boundary)
+    tail_gm = extract_tail(gm, results[0] if training else results, inside, boundary)
     kept = [n for n in gm.graph.nodes if n in boundary]
     linear = all(BATCH[n].kind != "rows" for n in kept) and _is_linear(inside, boundary)
+    held = [n.op == "placeholder" and ROLE[n].kind == "buffer" for n in kept]
     if not linear:
         kept = _at_the_end(gm, tail_gm, kept, output)
     output.args = ((*kept, *output.args[0][roots:]),)
-    OUTPUTS[gm] = Outputs(len(kept), OUTPUTS[gm].buffers)
+    OUTPUTS[gm] = replace(OUTPUTS[gm], loss=len(kept))
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    boundaries = tuple(Boundary(n.name, BATCH[n].kind, BATCH[n].dim) for n in kept)
+    boundaries = tuple(Boundary(n.name, BATCH[n].kind, BATCH[n].dim, b) for n, b in zip(kept, held, strict=True))
     return gm, Tail(tail_gm, boundaries, linear)
 
 
@@ -157,7 +159,8 @@ def _walk(roots: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     return inside, boundary
 
 
-def _extract_tail(gm: fx.GraphModule, result: Any, inside: set[fx.Node], boundary: set[fx.Node]) -> fx.GraphModule:
+def extract_tail(gm: fx.GraphModule, result: Any, inside: set[fx.Node], boundary: set[fx.Node]) -> fx.GraphModule:
+    """Return the graph of a result, or of a list of them, from boundary values."""
     needed = ancestors(_nodes(result), boundary)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

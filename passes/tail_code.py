@@ -12,6 +12,7 @@ from efftra_fx.errors import EfftraError, InputError
 from efftra_fx.meta import CONSTANTS, ROLE
 from efftra_fx.opaque import NOTHING
 
+from .news import News
 from .tail import Tail
 
 
@@ -38,13 +39,15 @@ class TailFunction:
         self.examples = {n.name: n.meta["val"] for n in tail.gm.graph.nodes if n.op == "placeholder"}
         self.by_size: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
         self.random = tail.random
+        # some operators take no gradient for a running statistic; a linear tail asks for those of all that it adds up
+        self.still = frozenset(b.name for b in tail.boundaries if b.buffer and not tail.linear)
         self.changes = self.random or _reads_values(tail)
 
     def seeds(self, batch: Batch) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return dT/dS for each boundary, and T where every S is zero; only for a linear tail."""
         if not self.changes and batch.rows in self.by_size:
             return self.by_size[batch.rows]
-        zeros = {b.name: self._zero(b.name) for b in self.tail.boundaries}
+        zeros = {b.name: self.zeros(b.name) for b in self.tail.boundaries}
         loss, seeds = self.join(batch, zeros)
         if not self.changes:
             self.by_size[batch.rows] = seeds, loss
@@ -54,13 +57,14 @@ class TailFunction:
         """Return the loss of the joined values and its derivatives with respect to each of them."""
         with torch.enable_grad():
             leaves = {
-                name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+                name: value.detach().requires_grad_(name not in self.still and _has_gradients(value))
                 for name, value in values.items()
             }
             loss = self.results(batch, leaves)
             wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        seeds = {
+        seeds = {name: torch.full_like(values[name], NOTHING) for name in self.still if _has_gradients(values[name])}
+        seeds |= {
             name: torch.full_like(leaf, NOTHING) if gradient is None else gradient
             for (name, leaf), gradient in zip(wanted.items(), found, strict=True)
         }
@@ -88,9 +92,33 @@ class TailFunction:
                 f"{str(error).strip().splitlines()[0]}; give more rows, or compile with an example of so many"
             ) from error
 
-    def _zero(self, name: str) -> Tensor:
+    def zeros(self, name: str) -> Tensor:
+        """Return zeros like a boundary value that is not of rows."""
         value = self.examples[name] if name in self.examples else self.examples[_placeholder(self.tail, name)]
         return torch.zeros([int(size) for size in value.shape], dtype=value.dtype, device=self.device)
+
+
+def _has_gradients(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+class NewsFunction:
+    """New buffer values as a function of the whole batch's inputs, joined parts and the buffers' old values.
+
+    `beside` says that ranks of this process share the buffers.
+    """
+
+    def __init__(self, news: News, buffers: Mapping[str, Tensor], device: torch.device, beside: bool) -> None:
+        self.function, self.names, self.beside = TailFunction(news.tail, buffers, 0, device), news.buffers, beside
+        self.parts, self.random = news.tail.boundaries, self.function.random
+
+    def zeros(self, name: str) -> Tensor:
+        """Return zeros like a part that is not of rows."""
+        return self.function.zeros(name)
+
+    def make(self, batch: Batch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the new values by buffer."""
+        return dict(zip(self.names, self.function.results(batch, values), strict=True))
 
 
 def _placeholder(tail: Tail, name: str) -> str:

@@ -13,8 +13,7 @@ each rank has its own process it is simply run to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, assert_never
 
 import torch
@@ -40,9 +39,11 @@ from efftra_fx.program import (
 from efftra_fx.program_text import print_instruction
 
 from .buffers import replicas_with_rows, write_buffers
+from .drawing import drawing
 from .meetings import Company, meet
+from .news import carry_buffers, write_news
 from .parts import assemble, gather_parts, rows_of
-from .step import Action, Batch, BoundaryPart, StageWork, Step, StepResult, TailCode, Tensors, Waiting
+from .step import Action, Batch, BoundaryPart, NewsCode, StageWork, Step, StepResult, TailCode, Tensors, Waiting
 from .transport import Handle, Incoming, Outgoing, Transport
 from .weights import Gradients
 
@@ -60,9 +61,12 @@ class Executor:
         transport: Transport,
         shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         record: Callable[[], float] | None = None,
+        news: NewsCode | None = None,
+        carried: Mapping[str, int] | None = None,
     ) -> None:
         self.program, self.values, self.work, self.tensors = program, values, work, tensors
         self.tail, self.transport, self.shapes, self.clock = tail, transport, shapes, record
+        self.news, self.carried = news, carried or {}
         self.device = transport.device
         self.names = {name: index for index, name in enumerate(sorted(values))}
         self.cells = {i.micro_batch: (i.start, i.stop) for i in program.instructions if isinstance(i, Load)}
@@ -244,8 +248,12 @@ class Executor:
                 step.outgoing[name, micro_batch, False] = output
             for bound, output in zip(bounds, outputs[count:], strict=False):
                 self._bound(step, bound, output, (first, stop), share)
-            for name, output in zip(work.buffers, outputs[count + len(bounds) :], strict=True):
+            rest = iter(outputs[count + len(bounds) :])
+            for name, output in zip(work.buffers, rest, strict=False):
                 step.buffers[name] = output
+            for part, output in zip(work.parts, rest, strict=True):
+                if not self.program.tensor:  # the ranks of a tensor group all have it; the first counts it
+                    step.news.setdefault(part.name, []).append((first, stop, output))
 
         return together if work.meets else act
 
@@ -300,7 +308,7 @@ class Executor:
             elif bound.kind == "whole":
                 seed = seed * ((stop - first) / self.program.rows)
             gradients.append(seed if step.scale == 1.0 else seed * step.scale)
-        gradients.extend([None] * len(work.buffers))
+        gradients.extend([None] * (len(work.buffers) + len(work.parts)))
         return gradients
 
     def _backward(self, micro_batch: int, last: bool) -> Action:
@@ -419,6 +427,10 @@ class Executor:
                     yield step.reduced, "reduce_loss"
             if self.work is not None:
                 yield from write_buffers(step, self.work, self.tensors.buffers, self.program, transport)
+            if self.carried:
+                yield from carry_buffers(self.carried, self.tensors.buffers, transport)
+            if self.news is not None:
+                yield from write_news(step, self.news, self.tensors.buffers, transport)
             transport.drain()
 
         return act
@@ -451,17 +463,6 @@ def _last_sends(instructions: Sequence[Instruction]) -> frozenset[Send]:
         if isinstance(instruction, Send):
             last[_key(instruction)] = instruction
     return frozenset(last.values())
-
-
-@contextmanager
-def drawing(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from this seed meanwhile; with None nothing is drawn."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def _mix(*numbers: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from efftra_fx.meta import Role
 from efftra_fx.program import Recv
 
-from .parts import Pieces
+from .parts import Bound, Pieces
 from .transport import Handle
 from .weights import StepGradients, Sums
 
@@ -69,6 +69,7 @@ class StageWork:
     together: tuple[int, ...] = ()  # the replica's ranks, where it is wider than one
     beside: tuple[int, ...] = ()  # by replica, the rank that this one meets; none where each computes alone
     shared: frozenset[str] = frozenset()  # buffers that all replicas compute from the rows of all
+    parts: tuple[BoundaryPart, ...] = ()  # of what further buffers become, which all ranks write alike
 
     @property
     def meets(self) -> bool:
@@ -110,6 +111,26 @@ class TailCode(Protocol):
         ...
 
 
+class NewsCode(Protocol):
+    """New values of the buffers that the whole batch makes."""
+
+    random: bool  # draws random numbers: every rank must draw the same
+    beside: bool  # ranks of this process share buffers: none may write one before all have read it
+
+    @property
+    def parts(self) -> Sequence[Bound]:
+        """What the stages hand over."""
+        ...
+
+    def zeros(self, name: str) -> Tensor:
+        """Return zeros like a part that is not of rows."""
+        ...
+
+    def make(self, batch: Batch, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the new values by buffer, from parts joined over the batch."""
+        ...
+
+
 @dataclass
 class StepResult:
     """What a step leaves on one rank."""
@@ -139,6 +160,7 @@ class Step:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
+    news: dict[str, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
     loss: Tensor | None = None
     reduced: Handle[Tensor] | None = None
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_matches, compiled
+from against_eager import compiled
 from habits import Habit, Net, classes, cross_entropy, features
 from rig import lay_out
 from torch import Tensor, nn
 
 from efftra_fx import CompiledModel
 from efftra_fx.held_buffers import HeldBuffers
-from efftra_fx.program import micro_batch_rows, replica_rows
 
 PLANS = (((1,), 1), ((2, 1), 1), ((1,), 3), ((2, 1), 3), ((1, 2), 2))
 Write = Callable[[Any, Tensor], Tensor]
@@ -76,71 +75,6 @@ def test_what_does_not_depend_on_the_batch_is_written_once_a_step(
         state = trained(program, habit, lay_out(program.plan.blocks, shape, micro_batches), start)
         for name, value in twin.named_buffers():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=0)
-
-
-def _mean(m: Any, h: Tensor) -> Tensor:
-    m.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-    return h
-
-
-def _assigned_mean(m: Any, h: Tensor) -> Tensor:
-    before = m.seen
-    m.seen = 0.9 * m.seen + 0.1 * h.detach().mean(0)
-    out: Tensor = h + 0 * before
-    return out
-
-
-def _queue(m: Any, h: Tensor) -> Tensor:
-    m.seen.copy_(torch.maximum(m.seen, h.detach().amax(0)))
-    return h
-
-
-@pytest.mark.parametrize("write", [_mean, _assigned_mean, _queue])
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 3), (2, 2)])
-def test_what_depends_on_the_batch_is_that_of_one_device_running_the_parts_in_order(
-    write: Write, replicas: int, micro_batches: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    habit = made(write, seen=torch.zeros(6))
-    start, (x,) = copy.deepcopy(habit.model.state_dict()), habit.args
-    program = compiled(habit)
-    assert "buffers seen are written by each part of the batch in order" in capsys.readouterr().err
-    state = trained(program, habit, lay_out(program.plan.blocks, (replicas,), micro_batches), start)
-    twin = copy.deepcopy(habit.model)
-    twin.load_state_dict(start)
-    seen = twin.get_buffer("seen")
-    for _ in range(2):
-        runs = []
-        for replica in range(replicas):
-            alone = copy.deepcopy(twin)
-            alone.get_buffer("seen").copy_(seen)
-            for low, high in micro_batch_rows(len(x), micro_batches):
-                alone(x[slice(*replica_rows(low, high, replica, replicas))])
-            runs.append(alone.get_buffer("seen"))
-        seen = torch.stack(runs).mean(0)
-    torch.testing.assert_close(state["seen"], seen, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches"), [((1,), 1), ((2, 1), 3)])
-def test_running_statistics_of_instances_are_those_of_one_device_running_the_parts_in_order(
-    replicas: tuple[int, ...], micro_batches: int
-) -> None:
-    torch.manual_seed(3)
-    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
-    layers = (nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
-    habit = Habit(nn.Sequential(*layers).double(), (features(),), classes(), cross_entropy)
-    program, (x,) = assert_matches(habit), habit.args
-    planned = program.with_plan(lay_out(program.plan.blocks, replicas, micro_batches))
-    runs = []
-    for replica in range(replicas[0]):
-        alone = copy.deepcopy(habit.model)
-        for low, high in micro_batch_rows(len(x), micro_batches):
-            alone(x[slice(*replica_rows(low, high, replica, replicas[0]))])
-        runs.append(dict(alone.named_buffers()))
-    planned.step(x, target=habit.target)
-    state = planned.state_dict()
-    for name in ("2.running_mean", "2.running_var"):
-        expected = torch.stack([run[name] for run in runs]).mean(0)
-        torch.testing.assert_close(state[name], expected, rtol=1e-11, atol=1e-14)
 
 
 def test_tensors_and_values_are_put_back() -> None:
