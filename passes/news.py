@@ -20,7 +20,7 @@ from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE
 from efftra_fx.opaque import is_opaque
 from efftra_fx.walks import ancestors
 
-from .batch import is_batch_statistics
+from .batch_evaluate import is_batch_statistics
 from .means import argument
 from .slices import draws
 from .tail import Boundary, Tail, extract_tail

@@ -20,28 +20,28 @@ from efftra_fx import Cluster, CompiledModel, compile
 from efftra_fx.meta import OUTPUTS, ROLE
 from efftra_fx.passes.comm import operands_of
 
-Write = Callable[[Any, Tensor], Tensor]
+Write = Callable[[Any, Tensor], Any]
 SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (((1,), 3), ((2,), 1), ((1, 1), 2), ((2, 1), 3), ((1, 2), 2))
 STEPS = 3
 
 
-def average(m: Any, h: Tensor) -> Tensor:
+def average(m: Any, h: Tensor) -> Any:
     m.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
     return h
 
 
-def average_of_before(m: Any, h: Tensor) -> Tensor:
+def average_of_before(m: Any, h: Tensor) -> Any:
     out = h - m.seen
     m.seen = 0.9 * m.seen + 0.1 * h.detach().mean(0)
     return out
 
 
-def average_at_once(m: Any, h: Tensor) -> Tensor:
+def average_at_once(m: Any, h: Tensor) -> Any:
     m.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
     return h - m.seen.clone()
 
 
-def normalised(m: Any, h: Tensor) -> Tensor:
+def normalised(m: Any, h: Tensor) -> Any:
     mean, spread = h.mean(0), h.var(0, unbiased=False)
     with torch.no_grad():
         m.seen.mul_(0.9).add_(mean, alpha=0.1)
@@ -50,42 +50,42 @@ def normalised(m: Any, h: Tensor) -> Tensor:
     return out
 
 
-def largest(m: Any, h: Tensor) -> Tensor:
+def largest(m: Any, h: Tensor) -> Any:
     m.seen.copy_(torch.maximum(m.seen, h.detach().abs().amax(0)))
     return h
 
 
-def largest_at_once(m: Any, h: Tensor) -> Tensor:
+def largest_at_once(m: Any, h: Tensor) -> Any:
     m.power.copy_(torch.maximum(m.power, h.detach().abs().amax()))
     out: Tensor = h / m.power.clone()
     return out
 
 
-def rows_counted(m: Any, h: Tensor) -> Tensor:
+def rows_counted(m: Any, h: Tensor) -> Any:
     m.count += h.shape[0]
     m.seen += (h.detach() - m.seen).sum(0) / m.count
     return h
 
 
-def kinds_counted(m: Any, h: Tensor) -> Tensor:
+def kinds_counted(m: Any, h: Tensor) -> Any:
     m.kinds.index_add_(0, h.detach().argmax(1), torch.ones(h.shape[0], dtype=torch.long))
     return h
 
 
-def queue(m: Any, h: Tensor) -> Tensor:
+def queue(m: Any, h: Tensor) -> Any:
     out = h + 0.1 * (h @ m.queue.clone().t()).softmax(-1) @ m.queue.clone()
     m.queue.copy_(torch.cat([h.detach(), m.queue])[:20])
     return out
 
 
-def ring(m: Any, h: Tensor) -> Tensor:
+def ring(m: Any, h: Tensor) -> Any:
     out = h + 0.1 * (h @ m.queue.clone().t()).softmax(-1) @ m.queue.clone()
     m.queue.index_copy_(0, (torch.arange(h.shape[0]) + m.count) % 20, h.detach())
     m.count.copy_((m.count + h.shape[0]) % 20)
     return out
 
 
-def codes(m: Any, h: Tensor) -> Tensor:
+def codes(m: Any, h: Tensor) -> Any:
     chosen = torch.cdist(h.detach(), m.book).argmin(1)
     one, code = F.one_hot(chosen, 5).to(h.dtype), m.book[chosen]
     with torch.no_grad():
@@ -95,13 +95,13 @@ def codes(m: Any, h: Tensor) -> Tensor:
     return h + (code - h).detach() + 0.3 * (h - code)
 
 
-def held_in_range(m: Any, h: Tensor) -> Tensor:
+def held_in_range(m: Any, h: Tensor) -> Any:
     m.any |= (h.detach() > 0.5).any(0)
     m.low += (h.detach() > 0).sum(0).to(torch.uint8)
     return h
 
 
-def steps_then_average(m: Any, h: Tensor) -> Tensor:
+def steps_then_average(m: Any, h: Tensor) -> Any:
     m.count += 1
     keep = torch.clamp((1 + m.count) / (10 + m.count), max=0.99)
     m.seen.copy_(keep * m.seen + (1 - keep) * h.detach().mean(0))
@@ -115,7 +115,7 @@ AT_ONCE = (average_at_once, normalised, largest_at_once, steps_then_average)
 def made(write: Write | None, kind: type[Net] = Net) -> Habit:
     torch.manual_seed(3)
     model = kind(write)
-    shapes = {"seen": 6, "queue": (20, 6), "size": 5, "total": (5, 6), "book": (5, 6)}
+    shapes = {"seen": (6,), "queue": (20, 6), "size": (5,), "total": (5, 6), "book": (5, 6)}
     for name, shape in shapes.items():
         model.register_buffer(name, torch.randn(shape) if name in ("queue", "total", "book") else torch.zeros(shape))
     model.register_buffer("power", torch.full((), 0.3))
@@ -191,6 +191,10 @@ def test_what_every_rank_can_count_is_handed_over_by_none() -> None:
 
 class Late(Net):
     """Counts behind all layers what it reads before them, and keeps a mean of weights that it reads early."""
+
+    count: Tensor
+    book: Tensor
+    seen: Tensor
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
         x = x * (1 + 0.1 * self.count) + x @ self.book[:4, :4].clone()
@@ -275,7 +279,7 @@ def test_what_a_module_writes_that_runs_as_it_is_stays_announced(capsys: pytest.
 
 
 def test_what_is_drawn_for_the_loss_too_stays_with_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    def write(m: Any, h: Tensor) -> Tensor:
+    def write(m: Any, h: Tensor) -> Any:
         mixed = F.dropout(h - h.mean(0), 0.5)
         m.seen += mixed.detach().mean(0)
         return mixed
@@ -290,7 +294,7 @@ def test_the_distributed_graph_makes_the_same_values() -> None:
     twin = copy.deepcopy(habit.model)
     twin(*habit.args)
     gm = program.graph
-    values = {("parameter", n): p for n, p in habit.model.named_parameters()}
+    values: dict[tuple[str, str], Tensor] = {("parameter", n): p for n, p in habit.model.named_parameters()}
     values |= {("buffer", n): b for n, b in habit.model.named_buffers()}
     names = [ROLE[n].name for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "input"]
     given = dict(zip(names, (*habit.args, habit.target), strict=True))
