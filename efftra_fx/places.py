@@ -15,10 +15,12 @@ from torch import nn
 
 _FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
+_GENERATED = ("<frozen ", "<eval_with_key>", "<attrs generated", "<__array_function__")
+
 
 def is_user_file(file: str) -> bool:
-    """Say whether a file is neither torch's nor this package's nor generated."""
-    return not file.startswith(("<", *_FOREIGN))
+    """Say whether a file is neither torch's nor this package's nor generated; what is typed in is a user's."""
+    return not file.startswith((*_FOREIGN, *_GENERATED))
 
 
 def line_of_error(trace: TracebackType | None) -> str:

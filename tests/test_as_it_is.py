@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 from collections.abc import Callable
 
@@ -266,3 +267,31 @@ def test_a_branch_on_a_buffer_that_the_step_counts_up_is_taken_as_on_one_device(
         loss = program.step(*habit.args, target=habit.target)
         assert float(loss) == pytest.approx(float(cross_entropy(twin(*habit.args), habit.target)), rel=1e-12)
         assert int(program.state_dict()["seen"]) == count
+
+
+TYPED = """
+class Typed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        h = self.layer(x)
+        if (h > 0).any():
+            h = torch.where(h > 0, h, 0.1 * h)
+        return h
+"""
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<ipython-input-3-abc>", "/tmp/ipykernel_1/2.py"])
+def test_modules_that_were_typed_in_are_found_like_those_in_files(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"nn": nn, "torch": torch, "WIDTH": WIDTH, "__name__": "typed"}
+    exec(builtins.compile(TYPED, file, "exec"), names)
+    habit = with_inner(names["Typed"])  # type: ignore[arg-type]
+    program = assert_matches(habit, (((2, 1), 3),))
+    assert f"module '2' runs as it is, in one piece: it asks for values at {file}:11" in capsys.readouterr().err
+    assert program.plan.blocks > 1
