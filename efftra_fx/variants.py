@@ -178,35 +178,53 @@ def lay_out(base: Built, front: Front, world: World, backend: str | None = None)
 def _same_cuts(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]]) -> Plan:
     """Return the plan with its cuts moved to the blocks of this form that hold the same parameters."""
     count = len(block_names(front.gm))
-    places = _stages_of_blocks(front, owners, count, len(plan.stages))
-    if count == plan.blocks and all(
-        s.first_block <= b < s.stop_block for b, p in enumerate(places) for s in (plan.stages[p],)
-    ):
-        return plan
     stages = []
-    for index, stage in enumerate(plan.stages):
-        mine = [b for b, p in enumerate(places) if p == index]
-        if not mine:
-            raise PlanError(f"stage {index} would have nothing to do")
-        stages.append(replace(stage, first_block=mine[0], stop_block=mine[-1] + 1, names=()))
+    for stage, places in zip(plan.stages, _places(front, plan, owners, count), strict=True):
+        same = (places.start, places.stop) == (stage.first_block, stage.stop_block)
+        names = stage.names if same and count == plan.blocks else ()
+        stages.append(replace(stage, first_block=places.start, stop_block=places.stop, names=names))
     return replace(plan, stages=tuple(stages))
 
 
-def _stages_of_blocks(front: Front, owners: Mapping[str, tuple[int, ...]], blocks: int, stages: int) -> list[int]:
+def _places(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]], count: int) -> list[range]:
+    """Return each stage's blocks: those of its parameters, and of the others those about as far into the chain."""
+    last = len(plan.stages) - 1
+    allowed = _allowed_stages(front, owners, count, len(plan.stages))
+    usual = [
+        next(i for i, s in enumerate(plan.stages) if b * plan.blocks // count < s.stop_block) for b in range(count)
+    ]
+    least: list[dict[int, tuple[int, int]]] = []  # by block and stage: how far off the best way is, and its start
+    for block, (options, wanted) in enumerate(zip(allowed, usual, strict=True)):
+        here = {}
+        for stage in options:
+            before = [(least[-1][s][0], s) for s in (stage - 1, stage) if s in least[-1]] if block else []
+            if before or (block == 0 and stage == 0):
+                off, origin = min(before, default=(0, 0))
+                here[stage] = (off + abs(stage - wanted), origin)
+        if not here:
+            raise PlanError(
+                f"block {block} of {count} needs parameters of stages {sorted(options)}, but the blocks before it end "
+                f"in stage {max(least[-1]) if least else 0}"
+            )
+        least.append(here)
+    if last not in least[-1]:
+        raise PlanError(f"stage {last} would have nothing to do")
+    places, stage = [last], last
+    for block in range(count - 1, 0, -1):
+        stage = least[block][stage][1]
+        places.append(stage)
+    places.reverse()
+    return [range(places.index(s), count - places[::-1].index(s)) for s in range(last + 1)]
+
+
+def _allowed_stages(front: Front, owners: Mapping[str, tuple[int, ...]], blocks: int, stages: int) -> list[set[int]]:
+    """Return for each block the stages that hold all its parameters."""
     allowed: list[set[int]] = [set(range(stages)) for _ in range(blocks)]
     for node in chain_nodes(front.gm):
         for operand in node.all_input_nodes:
             if operand.op == "placeholder" and ROLE[operand].kind == "parameter":
                 allowed[BLOCK[node]] &= set(owners.get(ROLE[operand].name, range(stages)))
-    places: list[int] = []
-    current = 0
-    for block, options in enumerate(allowed):
-        later = [s for s in sorted(options) if s >= current]
-        if not later:
-            raise PlanError(f"block {block} needs parameters of an earlier stage than the block before it")
-        current = later[0]
-        places.append(current)
-    return places
+    return allowed
 
 
 def note_of_many(count: int, seconds: float) -> str:

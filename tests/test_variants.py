@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import assert_same, compiled, one_device, step
 from habits import ROWS, Branches, Habit, Net, classes, cross_entropy, features
+from rig import lay_out
 from torch import Tensor, nn
 
 import efftra_fx.api
@@ -267,3 +268,35 @@ def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Modul
     buffers = next(iter(program.built.tensors.values())).buffers
     forms = [program.built] * 3
     assert [choose(forms, program.model, call, tensors, buffers, likely) for likely in (0, 2, 7)] == [0, 2, 0]
+
+
+class Positions(nn.Module):
+    """Attention with a table that Python keeps and makes longer, and no parameters between the first and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.out = nn.Linear(4, 8), nn.Linear(4, 3)
+        self.table = torch.zeros(0, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if len(self.table) < length:
+            self.table = torch.outer(torch.arange(length), torch.arange(4)).double().cos()
+        q, k = (self.qk(x).unflatten(-1, (2, 4)) * self.table[:length, None]).unbind(2)
+        out: Tensor = self.out((q @ k.transpose(1, 2)).softmax(-1) @ x).mean(1)
+        return out
+
+
+def test_a_stage_without_parameters_computes_other_lengths_too() -> None:
+    torch.manual_seed(0)
+    model = Positions().double()
+    habits = [
+        Habit(model, (torch.randn(ROWS, length, 4, dtype=torch.float64),), classes(), cross_entropy)
+        for length in (3, 6, 2, 5)
+    ]
+    program = compiled(habits[0])
+    blocks = program.plan.blocks
+    planned = program.with_plan(lay_out(blocks, (1, 1, 1), 2, cuts=(1, blocks - 1)))
+    assert all(role.kind != "parameter" for role in planned.built.back.stages[1].roles)
+    for habit in habits:
+        assert_same(step(planned, habit), one_device(habit), 1e-9)
