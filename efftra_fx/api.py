@@ -54,6 +54,7 @@ from efftra_fx.joint_updates import note_parts
 from efftra_fx.misuse import NotAModule
 from efftra_fx.opaque import nobodys
 from efftra_fx.optimizer_state import Laid, Names
+from efftra_fx.own_tensors import OwnTensors, watch_state
 from efftra_fx.passes.comm import InsertComm
 from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
@@ -94,8 +95,10 @@ from efftra_fx.variants import (
     capture_again,
     choose,
     describe_batch,
+    given_batch,
     lay_out,
     note_of_many,
+    refuse_different_batches,
     refuse_replaced,
     sample_numbers,
 )
@@ -299,13 +302,17 @@ class CompiledModel(NotAModule):
 
     def _take_turn(self, world: World) -> None:
         """Take over what other programs over the same tensors wrote; a collective call."""
-        take_turn(self._number, self.model, self.options.loss_fn, world)
+        if take_turn(self._number, self.model, self.options.loss_fn, world) and self._built is not None:
+            self._own_tensors.note()
 
     def _begin(self, world: World) -> None:
         begin_turns(self._number, self.built, world)
         apart = len(self.plan.stages) > 1 or self.plan.stages[0].tensor > 1
         rank, held = next(iter(self.built.tensors.items()))
         shares = {id(held.parameters[name]) for name in self.built.shares(rank) if name in held.parameters}
+        self._own_tensors = OwnTensors(self.built, self.model, self.options.loss_fn, world)
+        if len(world.transports) < world.size and apart:
+            watch_state(self.model)
         note_parts(self.parameters(), len(world.transports) < world.size and apart, shares)
 
     def _front(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, world: World | None) -> Front:
@@ -446,6 +453,8 @@ class CompiledModel(NotAModule):
         found: tuple[Call, tuple[Tensor, ...]] | None = None
         form, new, described = -1, "", ""
         try:
+            self._own_tensors.take_writes()
+            self._own_tensors.take_switches()
             found = call, tensors = read_call(self.model.forward, args, kwargs, target)
             refuse_gradients(call, tensors)
             described = describe_batch(*found)
@@ -455,7 +464,12 @@ class CompiledModel(NotAModule):
             new = str(error)
         except EfftraError as error:
             problem = error
-        agree_on_batch(world, problem, described + scaled, form, self._sample(found))
+        numbers = self._sample(found)
+        if not world.agree_on_call(problem, given_batch(described + scaled, form, numbers)):
+            if self._own_tensors.agree_on_switches():
+                return self._batch(args, kwargs, target, scaled)
+            refuse_different_batches(world, described + scaled, form, numbers)
+        self._own_tensors.note_switches()
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)
@@ -576,7 +590,12 @@ class CompiledModel(NotAModule):
     @every_rank
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state under the model's own names, the same on every rank; a collective call."""
-        self.world.agree_on_call(None)
+        problem: EfftraError | None = None
+        try:
+            self._own_tensors.take_writes()
+        except EfftraError as error:
+            problem = error
+        self.world.agree_on_call(problem)
         self._take_turn(self.world)
         same_replicas(self.built, self.world)
         return whole_state(self.built, self.world, self.model, self.options.loss_fn)
@@ -602,6 +621,7 @@ class CompiledModel(NotAModule):
         self.model.load_state_dict(known, strict=strict)
         if self._built is not None:
             take_state(self._built, self.model, known)
+            self._own_tensors.note()
 
     @torch.inference_mode(False)
     @every_rank
@@ -640,7 +660,9 @@ class CompiledModel(NotAModule):
         evaluation: Evaluation | None = None
         described, form = "", -1
         try:
-            if self._built is None:
+            if self._built is not None:
+                self._own_tensors.take_writes()
+            else:
                 raise InputError("evaluate needs a compiled model: give example_inputs= to compile, or step once")
             refuse_replaced(self.built.front)
             found = call, tensors = read_call(self.model.forward, args, kwargs, None)

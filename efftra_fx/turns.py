@@ -59,18 +59,18 @@ def begin_turns(program: int, built: Built, world: World) -> None:
     _latest[0] = program
 
 
-def take_turn(program: int, model: nn.Module, loss_fn: object, world: World) -> None:
-    """Bring tensors up to date with what other programs over them wrote; a collective call.
+def take_turn(program: int, model: nn.Module, loss_fn: object, world: World) -> bool:
+    """Bring tensors up to date with what other programs over them wrote, and say whether any; a collective call.
 
     Raises InputError where two programs' ranks wrote the same tensor since the last turn.
     """
     if _latest[0] in (program, -1) or len(world.transports) > 1 or world.size == 1:
-        return
+        return False
     named = _named_tensors(model, loss_fn)
     others = [(n, t, turn) for n, t in named if (turn := _TURNS.get(t)) is not None and turn.program != program]
     _latest[0] = program
     if not others:
-        return
+        return False
     mine = [_written(own, turn) for _, own, turn in others]
     everyone = world.gather([None if one is None else one[0] for one in mine])
     items: list[Owned] = []
@@ -97,6 +97,7 @@ def take_turn(program: int, model: nn.Module, loss_fn: object, world: World) -> 
                 turn.mark = _checksum(fresh[name])
                 for copy in _copies(own, turn):
                     copy.copy_(fresh[name])
+    return bool(fresh)
 
 
 def _named_tensors(model: nn.Module, loss_fn: object) -> list[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -256,11 +257,20 @@ def sample_numbers(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:
 
 
 def agree_on_batch(
-    world: World, problem: EfftraError | None, batch: str, form: int = 0, numbers: Mapping[str, str] = {}
+    world: World, problem: EfftraError | None, batch: str, form: int, numbers: Mapping[str, str]
 ) -> None:
     """Raise on every rank where one has a problem, makes another call, or has another batch; a collective call."""
-    if world.agree_on_call(problem, f"{batch} {form} {numbers}"):
-        return
+    if not world.agree_on_call(problem, given_batch(batch, form, numbers)):
+        refuse_different_batches(world, batch, form, numbers)
+
+
+def given_batch(batch: str, form: int, numbers: Mapping[str, str]) -> str:
+    """Return what all ranks must have been given alike, as text."""
+    return f"{batch} {form} {numbers}"
+
+
+def refuse_different_batches(world: World, batch: str, form: int, numbers: Mapping[str, str]) -> NoReturn:
+    """Raise InputError saying how batches differ that were found to; a collective call."""
     way = "a new way through the model" if form < 0 else f"way {form} through the model"
     everyone = world.gather(f"{batch} ({way})")
     other = next((r for r, one in enumerate(everyone) if one != everyone[0]), None)

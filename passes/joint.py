@@ -61,7 +61,8 @@ def record_joint(
             f"were given; give one of each for every input"
         )
     recorder = Recorder()
-    with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast(), torch.random.fork_rng(devices=[]):
+    quiet = torch.autograd.set_detect_anomaly(False)  # it looks at values, which fake tensors have not
+    with quiet, FakeTensorMode(allow_non_fake_inputs=True), _no_autocast(), torch.random.fork_rng(devices=[]):
         inputs = [_fake_like(value, device) for value in example_inputs]
         nodes = [recorder.placeholder(node.name, value, node) for node, value in zip(placeholders, inputs, strict=True)]
         _require_gradients(inputs, wrt, nodes)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from efftra_fx.cluster import Cluster
@@ -187,8 +188,10 @@ def join(timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
     with explained_meeting(timeout_s):
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        check_alone(store, rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        life = next(meetings)
+        check_alone(store, rank, size, life)
+        own = PrefixStore(f"efftra_fx/life {life}", store)  # a group that was left has keys in the store
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
     atexit.register(leave)
 
 
@@ -198,9 +201,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def check_alone(store: Any, rank: int, size: int) -> None:
+def check_alone(store: Any, rank: int, size: int, time: int) -> None:
     """Raise `LaunchError` if the ranks that meet here are of two jobs."""
-    time = next(meetings)
     if rank == 0:
         store.set(f"{WORLD_KEY}/{time}", str(size))
     found = int(store.get(f"{WORLD_KEY}/{time}"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import free_port, outcomes_of, run_ranks
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from efftra_fx.cluster import Cluster, Device, Link, Links
 from efftra_fx.errors import LaunchError
@@ -288,3 +289,19 @@ def test_an_error_outside_any_step_ends_the_other_ranks_with_its_words(tmp_path:
 def test_outcomes_carry_what_a_launch_error_says() -> None:
     outcomes = outcomes_of(connected_total, 2, 3, limit_s=20)
     assert all("plan needs 3 ranks, got 2" in outcome.error and outcome.status == 1 for outcome in outcomes)
+
+
+def live_three_times() -> list[float]:
+    """Join, sum and leave, three times in one process."""
+    found = []
+    for _ in range(3):
+        found.append(connected_total(2))
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_process_may_join_again_over_the_same_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    for found in run_ranks(live_three_times, 2, limit_s=60.0, environment=environment):
+        assert found == [1.0, 1.0, 1.0]
