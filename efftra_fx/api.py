@@ -89,6 +89,7 @@ from efftra_fx.step_module import LossFn
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,
+    MOST_DESCRIBED,
     MOST_VARIANTS,
     NotCaptured,
     agree_on_batch,
@@ -366,6 +367,8 @@ class CompiledModel(NotAModule):
         check_meetings(programs, built.works, self.world)
         self.report.timed("differentiate", begin)
         self._executors[form, rows] = (programs, executors)
+        if len(self._executors) > MOST_VARIANTS:
+            del self._executors[next(iter(self._executors))]
         return executors
 
     @property
@@ -473,6 +476,8 @@ class CompiledModel(NotAModule):
         assert problem is None and found is not None
         if new:
             form = self._new_form(*found, new)
+        if len(self._met) >= MOST_DESCRIBED:
+            self._met.clear()
         self._met[described] = form
         front = self._forms[form].front
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)

@@ -64,8 +64,9 @@ class Options:
 
 @dataclass
 class Report:
-    """What each part of the compilation took, in seconds, and the text that it left."""
+    """What each part of the compilation took, in seconds, and the text that it left, where that is `kept`."""
 
+    kept: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     texts: list[tuple[str, str]] = field(default_factory=list)
 
@@ -75,6 +76,8 @@ class Report:
 
     def graph(self, name: str, gm: fx.GraphModule) -> None:
         """Keep a graph as text and as a drawing."""
+        if not self.kept:
+            return
         self.texts.append((f"{name}.txt", print_graph(gm, name)))
         self.texts.append((f"{name}.dot", print_dot(gm, name)))
 

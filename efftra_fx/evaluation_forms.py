@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from efftra_fx.evaluation import Evaluation
 from efftra_fx.signature import Call
 from efftra_fx.trace import surroundings_of
+from efftra_fx.variants import MOST_DESCRIBED
 from efftra_fx.varying import Traces
 
 
@@ -37,7 +38,7 @@ class EvaluationForms:
         order = self.kept if likely is None else [likely, *self.kept]
         for form in order:
             if form.around == around and form.fits(call, tensors) and _goes_on(form, named, buffers):
-                if len(self.met) >= _MOST_DESCRIBED:
+                if len(self.met) >= MOST_DESCRIBED:
                     self.met.clear()
                 self.met[described] = form
                 return form
@@ -51,9 +52,6 @@ class EvaluationForms:
         self.count += 1
         self.kept.append(form)
         self.met[described] = form
-
-
-_MOST_DESCRIBED = 4096  # descriptions of batches, each a line of text
 
 
 def _goes_on(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:

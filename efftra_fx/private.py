@@ -20,11 +20,12 @@ from torch._export.utils import (
 )
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.export._trace import _ignore_backend_decomps
 from torch.export.exported_program import _override_composite_implicit_decomp
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts, ShapeEnv
 from torch.utils import _pytree as pytree
 
 
@@ -208,3 +209,24 @@ def changes_shape_in_place(target: Any) -> bool:
 def least_size(size: torch.SymInt) -> int:
     """Return the least value that a symbolic size may have by what was assumed of it while it was traced."""
     return int(size.node.shape_env.bound_sympy(size.node.expr).lower)
+
+
+def symbolic_size(environment: ShapeEnv, expression: Any, hint: int) -> torch.SymInt | int:
+    """Return a size that an expression of the environment's symbols gives; `hint` is what it is for the example."""
+    size: torch.SymInt | int = environment.create_symintnode(expression, hint=hint)
+    return size
+
+
+def fake_of_layout(
+    fakes: FakeTensorMode, like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], offset: Any
+) -> torch.Tensor:
+    """Return a fake tensor of this layout, else like another: its dtype, its device."""
+    plain = torch.empty_strided(shape, stride, dtype=like.dtype, device="meta")
+    if not isinstance(offset, int) or offset:
+        plain = plain.as_strided(shape, stride, offset)
+    return FakeTensor(fakes, plain, like.device)
+
+
+def size_expression(size: torch.SymInt) -> Any:
+    """Return a symbolic size as an expression of its environment's symbols."""
+    return size.node.expr

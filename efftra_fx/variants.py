@@ -23,11 +23,12 @@ from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
 from efftra_fx.signature import Call, describe
 from efftra_fx.trace import flags_of
-from efftra_fx.varying import Form, Traces, named_state, specialise
+from efftra_fx.varying import Form, Traces, named_state, shapes_of, specialise
 from efftra_fx.world import World
 
 MOST_VARIANTS = 256
 MANY_VARIANTS = 16  # worth a word
+MOST_DESCRIBED = 4096  # descriptions of batches that are remembered, each a line of text
 _MOST_ANSWERS = 8
 _MOST_NUMBERS = 16  # that are looked at to tell whether ranks were given the same data
 
@@ -132,10 +133,10 @@ def capture_again(
             sizes = proof_inputs(tensors, leaves, rows) if rows == 1 else tensors
             try:
                 captured = specialise(varying, call, sizes, named_state(model, options.loss_fn))
-                return front_end(model, call, tensors, options, Report(), captured)
+                return front_end(model, call, tensors, options, Report(kept=False), captured)
             except CaptureError as error:
                 problem = str(error)
-        front = front_end(model, call, tensors, options, Report())
+        front = front_end(model, call, tensors, options, Report(kept=False))
         if varying is not None:
             traces.refuse(varying, f"this batch is captured apart, since in the trace for all sizes {problem}")
         else:
@@ -150,16 +151,17 @@ def _met(front: Front) -> Form:
 
 
 def lay_out(base: Built, front: Front, world: World, backend: str | None = None) -> Built:
-    """Return the new form laid out like `base`, on the same tensors.
+    """Return the new form laid out like `base`, on the same tensors; it holds no batch.
 
     Raises InputError where its parameters would be used by other stages than those that hold them.
     """
     plan = base.back.plan
+    front = replace(front, examples=dict(zip(front.examples, shapes_of(list(front.examples.values())), strict=True)))
     if not front.tail.linear and plan.schedule != "gpipe":
         plan = replace(plan, schedule="gpipe", in_flight=1)
     owners = {p.name: p.stages for p in base.back.wiring.parameters}
     try:
-        back = back_end(front, _same_cuts(front, plan, owners), Report(), base.back)
+        back = back_end(front, _same_cuts(front, plan, owners), Report(kept=False), base.back)
     except PlanError as error:
         raise InputError(f"this form of batch does not fit the plan: {error}; compile for it instead") from error
     for parameter in back.wiring.parameters:
@@ -173,7 +175,7 @@ def lay_out(base: Built, front: Front, world: World, backend: str | None = None)
                 f"this form of batch uses '{parameter.name}' in stages {list(parameter.stages)}, but stages "
                 f"{list(held)} hold it; give a batch of this form to compile, or compile for it apart"
             )
-    return place(front, back, base.chain, base.planned, world, Report(), base=base, backend=backend)
+    return place(front, back, base.chain, base.planned, world, Report(kept=False), base=base, backend=backend)
 
 
 def _same_cuts(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]]) -> Plan:

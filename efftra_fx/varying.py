@@ -25,7 +25,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from efftra_fx.capture_align import align
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
-from efftra_fx.private import shapes_in_python
+from efftra_fx.private import shapes_in_python, size_expression
+from efftra_fx.put_in import Sizes, like
 from efftra_fx.signature import Call, difference
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture, flags_of
@@ -257,17 +258,17 @@ def specialise(varying: Varying, call: Call, tensors: Sequence[Tensor], values: 
     general = varying.captured
     fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     graph = fx.Graph()
-    writer = _Writer(graph, fakes)
-    leaves = iter(zip(tensors, general.batch_leaves, strict=True))
+    inputs = [_fake(fakes, tensor, rows) for tensor, rows in zip(tensors, general.batch_leaves, strict=True)]
+    writer = _Writer(graph, fakes, _sizes(varying, tensors, inputs, fakes))
+    leaves = iter(inputs)
     for node in general.gm.graph.nodes:
         if node.op == "placeholder":
             role = ROLE[node]
             if role.kind == "input":
-                tensor, rows = next(leaves)
-                writer.copy(node, _fake(fakes, tensor, rows))
+                writer.copy(node, next(leaves))
             else:
                 held = CONSTANTS[general.gm] if role.kind == "constant" else values
-                writer.copy(node, _fake(fakes, held[role.name], None))
+                writer.copy(node, like(fakes, held[role.name]))
         elif node.op == "output":
             graph.output(writer.operands(node.args[0], writer.nodes))
         elif node.op == "get_attr":
@@ -311,6 +312,36 @@ def named_state(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
     return found
 
 
+def _sizes(
+    varying: Varying, tensors: Sequence[Tensor], inputs: Sequence[Tensor], fakes: FakeTensorMode
+) -> Sizes | None:
+    """Return what the symbols of a trace become for these inputs; None where it was joined of two, without symbols."""
+    known: dict[sympy.Symbol, sympy.Expr] = {}
+    environment: ShapeEnv | None = None
+    rows: tuple[sympy.Symbol, int] | None = None
+    captured = varying.captured
+    for node, tensor, fake, dim, dims in zip(
+        _inputs(captured.gm), tensors, inputs, captured.batch_leaves, varying.moving, strict=True
+    ):
+        for place in (*(() if dim is None else (dim,)), *dims):
+            traced, size = node.meta["val"].shape[place], fake.shape[place]
+            if not isinstance(traced, torch.SymInt) or not isinstance(traced.node._expr, sympy.Symbol):
+                return None
+            environment = traced.node.shape_env
+            if place == dim:
+                if not isinstance(size, torch.SymInt) or not isinstance(size_expression(size), sympy.Symbol):
+                    return None
+                rows = (size_expression(size), tensor.shape[place])
+                known[traced.node._expr] = rows[0]
+            else:
+                known[traced.node._expr] = sympy.Integer(tensor.shape[place])
+    if environment is None or rows is None:
+        return None
+    assert fakes.shape_env is not None
+    assumed = {a: b for a, b in environment.replacements.items() if a not in known}
+    return Sizes(fakes, fakes.shape_env, known, assumed, *rows)
+
+
 def _fake(fakes: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
     """Return a fake of a tensor with its rows as a symbol, the same for all tensors with as many rows."""
     sizes = [DimDynamic.DUCK if d == rows else DimDynamic.STATIC for d in range(tensor.ndim)]
@@ -320,25 +351,30 @@ def _fake(fakes: FakeTensorMode, tensor: Tensor, rows: int | None) -> Tensor:
 class _Writer:
     """Copy nodes into a graph while fake values run through them; sizes that have become numbers are written out."""
 
-    def __init__(self, graph: fx.Graph, fakes: FakeTensorMode) -> None:
-        self.graph, self.fakes = graph, fakes
+    def __init__(self, graph: fx.Graph, fakes: FakeTensorMode, sizes: Sizes | None) -> None:
+        self.graph, self.fakes, self.sizes = graph, fakes, sizes
         self.values: dict[fx.Node, Any] = {}
         self.nodes: dict[fx.Node, Any] = {}  # a node of the new graph, or a number
 
     def run(self, node: fx.Node) -> None:
-        """Compute a node's fake value; copy it unless that is a number."""
-        args, kwargs = self.operands((node.args, node.kwargs), self.values)
-        target: Any = node.target
-        try:
-            with self.fakes, shapes_in_python(), torch.no_grad():
-                value = target(*args, **kwargs)
-        except Exception as error:  # whatever an operator raises for sizes that it does not take
-            raise CaptureError(f"{node.name} does not take this size: {str(error).splitlines()[0]}") from error
+        """Find a node's fake value; copy it unless that is a number."""
+        value = self.sizes.value(node.meta.get("val")) if self.sizes is not None else None
+        if value is None:
+            value = self._computed(node)
         number = _number(value)
         if number is None:
             self.copy(node, value)
         else:
             self.values[node] = self.nodes[node] = number
+
+    def _computed(self, node: fx.Node) -> Any:
+        args, kwargs = self.operands((node.args, node.kwargs), self.values)
+        target: Any = node.target
+        try:
+            with self.fakes, shapes_in_python(), torch.no_grad():
+                return target(*args, **kwargs)
+        except Exception as error:  # whatever an operator raises for sizes that it does not take
+            raise CaptureError(f"{node.name} does not take this size: {str(error).splitlines()[0]}") from error
 
     def copy(self, node: fx.Node, value: Any) -> None:
         """Copy a node with this value."""

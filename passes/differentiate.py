@@ -20,9 +20,9 @@ weight gradients and gives their operands instead (see `deferred.py`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -49,12 +49,17 @@ class Part:
     """
 
     name: str
-    graph: fx.GraphModule
+    cut: Callable[[], fx.GraphModule] = field(repr=False)
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     consumes: tuple[bool, ...]
     groups: tuple[str, ...]
     weights: tuple[int, ...] = ()
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        """The flat graph, cut out of the whole at first use: few parts of a stage are ever called."""
+        return self.cut()
 
     @cached_property
     def function(self) -> Emitted:
@@ -194,13 +199,12 @@ def _slice(joint: Joint, wrt: tuple[bool, ...], weights: tuple[bool, ...], recom
         flat = [value for group in results for value in group]
         given = [node for group in sources.values() for node in group]
         also = [node for node in graph.nodes if is_random(node) or is_check(node)] if name == "forward" else []
-        piece = cut(joint.module, graph, sources=given, results=flat, also=also)
         place = next((i for i, group in enumerate(results) if group is late or group is now), len(results))
         offset = sum(map(len, results[:place]))
         added = [offset + i for i, grad in enumerate(results[place] if place < len(results) else ()) if grad]
         return Part(
             name,
-            piece,
+            partial(cut, joint.module, graph, sources=given, results=flat, also=also),
             takes=tuple(map(len, sources.values())),
             gives=tuple(map(len, results)),
             consumes=tuple(group != "inputs" for group in sources),

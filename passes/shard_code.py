@@ -7,7 +7,7 @@ group, or those that compute the same stage on other rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .differentiate import Part, differentiate
 from .shard_cuts import Placement
 from .shard_segments import Meeting, Segments
 from .split import StageGraph
-from .stage_code import Example, Flags, Sums, TrainingCode, put_apart
+from .stage_code import MOST_SIZES, Example, Flags, Sums, TrainingCode, put_apart
 
 
 class MeetingCode(TrainingCode):
@@ -122,10 +122,10 @@ def _segments(part: Part) -> Segments:
 def meeting_code(
     stage: StageGraph, flags: Flags, example: Example, recompute: bool, device: str
 ) -> Callable[[int], MeetingCode | MeetingForward]:
-    """Return what makes (and keeps) the functions of one rank by number of rows."""
+    """Return what makes the functions of one rank by number of rows, and keeps the latest."""
     forward = MeetingForward(stage, device)
 
-    @cache
+    @lru_cache(maxsize=MOST_SIZES)
     def code(rows: int) -> MeetingCode | MeetingForward:
         return MeetingCode(stage, flags, example, rows, recompute, device) if flags.any else forward
 

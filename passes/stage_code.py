@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,9 @@ from .split import StageGraph
 from .stage_compile import compile_parts
 
 Example = Callable[[Role, int], Any]  # a meta tensor for what a placeholder gets at this number of rows
+
+
+MOST_SIZES = 64  # numbers of rows for which a stage's functions are kept
 
 
 class TrainingCode:
@@ -262,11 +265,11 @@ def stage_code(
     device: str = "cpu",
     backend: str | None = None,
 ) -> Callable[[int], TrainingCode | ForwardCode]:
-    """Return what makes (and keeps) the stage's functions by number of rows; with a `backend` they are compiled."""
+    """Return what makes the stage's functions by number of rows and keeps the latest; a `backend` compiles them."""
 
     forward = None if flags.any else ForwardCode(stage)
 
-    @cache
+    @lru_cache(maxsize=MOST_SIZES)
     def code(rows: int) -> TrainingCode | ForwardCode:
         return forward or TrainingCode(stage, flags, example, rows, recompute, device, backend)
 
@@ -294,4 +297,4 @@ def example_of(
     return example
 
 
-__all__ = ["ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "put_apart", "stage_code"]
+__all__ = ["MOST_SIZES", "ROLE", "Flags", "ForwardCode", "TrainingCode", "example_of", "put_apart", "stage_code"]

@@ -261,6 +261,21 @@ def test_many_lengths_are_told_once_and_more_than_are_kept_still_train(
     assert met == 0 and len(program._evaluations.kept) == 1
 
 
+def test_what_is_kept_of_other_forms_and_sizes_is_bounded_and_holds_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(efftra_fx.api, "MOST_VARIANTS", 3)
+    monkeypatch.setattr(efftra_fx.api, "MOST_DESCRIBED", 3)
+    model = Mixer()
+    program = program_of(model, 5)
+    holds_for(model, program, 6, 7)
+    assert all(t.device.type == "meta" for one in program._variants for t in one.front.examples.values())
+    assert all(t.device.type == "meta" for one in program._traces.known for t in one.example)
+    for rows in (2, 3, 4, 5, 6, 2, 4):
+        ids = torch.randint(0, 9, (rows, 7))
+        habit = Habit(model, (ids,), ids.roll(-1, 1), loss)
+        assert_same(step(program, habit), one_device(habit), 1e-9)
+    assert len(program._executors) <= 3 and len(program._met) <= 3
+
+
 def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Module, CompiledModel]) -> None:
     _, program = mixer
     args, _, target = tokens(5)
