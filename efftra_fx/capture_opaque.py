@@ -285,9 +285,9 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
             made = [torch.empty(s, dtype=d, device=device) for s, d in zip(sizes, pair[0].dtypes, strict=True)]
             return [*made, *(torch.empty_like(operands[names.index(n)]) for n in written)]
 
-        operator = make_operator(path, run, shape, draws=any(seen.draws for seen in pair))
-        found = list(operator([*state.values(), *(flat[i] for i in places)]))
         count = len(pair[0].results)
+        operator = make_operator(path, run, shape, draws=any(seen.draws for seen in pair), returned=count)
+        found = list(operator([*state.values(), *(flat[i] for i in places)]))
         with torch.no_grad():
             for name, value in zip(written, found[count:], strict=False):
                 state[name].copy_(value)

@@ -9,7 +9,7 @@ from torch import fx
 from efftra_fx.capture_normal import sparse_lines
 from efftra_fx.capture_opaque import called
 from efftra_fx.meta import BATCH, OUTPUTS, PATH
-from efftra_fx.opaque import is_opaque
+from efftra_fx.opaque import is_opaque, returned_by
 from efftra_fx.trace import Captured
 
 
@@ -53,8 +53,7 @@ def _mixes(node: fx.Node) -> bool:
     """Say whether code that runs as it is mixes rows that come to it apart."""
     if not is_opaque(node.target) or any(BATCH[n].kind == "mixed" for n in node.all_input_nodes):
         return False
-    results = [user for user in node.users if any(reader.op != "output" for reader in user.users)]
-    return any(BATCH[user].kind == "mixed" for user in results)
+    return any(BATCH[result].kind == "mixed" for result in returned_by(node))
 
 
 def norm_notes(norms: Sequence[str], batch_norm: str) -> tuple[str, ...]:

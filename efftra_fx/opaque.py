@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from efftra_fx import private
 from efftra_fx.chance import NoChance
@@ -25,6 +25,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _COUNT = itertools.count()
 _WHOLE: set[Any] = set()
 _RUNS: dict[Any, Function] = {}  # operators live as long as the process, and so does what they call
+_RETURNED: dict[Any, int] = {}
 _SETTINGS: dict[Any, tuple[tuple[str, torch.dtype, bool], ...]] = {}
 
 NOTHING = -0.0  # what is a sum of nothing: 0.0 + NOTHING is 0.0, and NOTHING + NOTHING is NOTHING
@@ -46,13 +47,15 @@ def make_operator(
     wanted: Sequence[bool] | None = None,
     whole: bool = False,
     rests: bool = False,
+    returned: int | None = None,
 ) -> Any:
     """Return a new differentiable operator from tensors to tensors.
 
     `run` computes it (and is differentiated by autograd, when its backward runs); `shape` returns fake
     results for fake operands. One that `draws` random numbers gives the state before that as further results.
     `wanted` says which operands get gradients (all that can, if it is left out); `whole` that the operator must
-    see the whole batch, whatever it gives for parts; `rests` that it need not run where no gradient comes in.
+    see the whole batch, whatever it gives for parts; `rests` that it need not run where no gradient comes in;
+    `returned` how many of the results are what the code returns, where the others are new values of buffers.
     """
     settings = _autocast_settings()
     derives: list[bool] = []  # whether it has been seen to ask for gradients in its forward
@@ -147,6 +150,8 @@ def make_operator(
     torch.library.register_autograd(f"{NAMESPACE}::{full}", differentiate, setup_context=remember, lib=_LIBRARY)
     _RUNS[operator] = cast_run
     _SETTINGS[operator] = settings
+    if returned is not None:
+        _RETURNED[operator] = returned
     if whole:
         _WHOLE.add(operator)
     return operator
@@ -155,6 +160,12 @@ def make_operator(
 def needs_whole_batch(target: Any) -> bool:
     """Say whether a node's target is an operator that must see the whole batch."""
     return target in _WHOLE
+
+
+def returned_by(node: fx.Node) -> list[fx.Node]:
+    """Return the results of a node that its code returns, and that are no new values of buffers."""
+    count = _RETURNED.get(node.target, len(node.users))
+    return [user for user in node.users if int(user.args[1]) < count]  # type: ignore[arg-type]
 
 
 def run_without_chance(operator: Any, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -263,5 +274,6 @@ __all__ = [
     "nobodys",
     "pulled_back",
     "random_states",
+    "returned_by",
     "run_without_chance",
 ]

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, ROLE
-from efftra_fx.opaque import is_opaque
+from efftra_fx.opaque import is_opaque, returned_by
 from efftra_fx.walks import ancestors
 
 from .batch_evaluate import is_batch_statistics
@@ -49,8 +49,8 @@ def split_news(gm: fx.GraphModule, norms: Collection[str] = ()) -> tuple[fx.Grap
     """Take new values of buffers out of the graph where the whole batch can make them; leave what they are made of.
 
     Needs `BATCH` and `FREE`. Buffers of the modules `norms` stay. So do those that only parts can write: by a module
-    that runs as it is, by random numbers that the loss reads too, or made of other buffers that stay; and those that
-    no row has a part in, but parameters, which a rank holds that writes them.
+    that runs as it is on parts, by random numbers that the loss reads too, or made of other buffers that stay; and
+    those that no row has a part in, but parameters, which a rank holds that writes them.
     """
     outputs = OUTPUTS[gm]
     if not outputs.buffers:
@@ -128,7 +128,12 @@ def _stays(
     if any(n in parted for n in _reads(node)):
         return True
     inside, _ = _walk([node], known)
-    return any(is_opaque(n.target) or (draws(n) and n in elsewhere) for n in inside if n.op == "call_function")
+    return any(_of_parts(n) or (draws(n) and n in elsewhere) for n in inside if n.op == "call_function")
+
+
+def _of_parts(node: fx.Node) -> bool:
+    """Say whether code that runs as it is runs on parts: what it returns follows the rows."""
+    return is_opaque(node.target) and all(BATCH[result].kind != "mixed" for result in returned_by(node))
 
 
 def _reads(node: fx.Node) -> Iterator[fx.Node]:

@@ -244,29 +244,40 @@ def test_the_module_around_a_selection_runs_as_it_is(listed: bool, capsys: pytes
     assert_same(step(program, habit), one_device(habit), 1e-9)
 
 
+class Warm(nn.Module):
+    """Another way through the first steps, and a mean of all that was seen; each row by itself, in Python."""
+
+    seen: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        h: Tensor = self.layer(x * 2 if self.seen < 3 else x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return torch.stack([row * (1 + self.seen) for row in h]) - self.mean
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [((1,), 1), ((1,), 3), ((3,), 1), ((2,), 2)])
 def test_a_branch_on_a_buffer_that_the_step_counts_up_is_taken_as_on_one_device(
-    capsys: pytest.CaptureFixture[str],
+    replicas: tuple[int, ...], micro_batches: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Warm(Net):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-            self.seen += 1
-            return super().forward(x * 2 if self.seen < 3 else x)
-
-    torch.manual_seed(3)
-    habit = Habit(Warm().double(), (features(),), classes(), cross_entropy)
-    twin = copy.deepcopy(habit.model)
-    program = compiled(habit, 1, stages=1, replicas=(1,), micro_batches=1)
-    assert "buffers seen are written by each part" in capsys.readouterr().err
-    for count in range(1, 5):
-        loss = program.step(*habit.args, target=habit.target)
-        assert float(loss) == pytest.approx(float(cross_entropy(twin(*habit.args), habit.target)), rel=1e-12)
-        assert int(program.state_dict()["seen"]) == count
+    habit = with_inner(Warm)
+    twin, x, y = copy.deepcopy(habit.model), habit.args[0], habit.target
+    program = compiled(habit, 3, stages=1, replicas=replicas, micro_batches=micro_batches)
+    assert "are written by each part" not in (said := capsys.readouterr().err)
+    assert "module '2' runs as it is" in said
+    for rows in (7, 3, 5, 6):
+        loss = program.step(x[:rows], target=y[:rows])
+        assert float(loss) == pytest.approx(float(cross_entropy(twin(x[:rows]), y[:rows])), rel=1e-12)
+        state = program.state_dict()
+        for name, buffer in twin.named_buffers():
+            torch.testing.assert_close(state[name], buffer, rtol=1e-12, atol=1e-15)
 
 
 TYPED = """
