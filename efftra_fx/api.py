@@ -29,6 +29,7 @@ from efftra_fx.build import (
     measured_chain,
     place,
     stage_times,
+    used_buffers,
 )
 from efftra_fx.calls import every_rank
 from efftra_fx.check import (
@@ -72,12 +73,12 @@ from efftra_fx.runtime.transport import Transport
 from efftra_fx.scaling import scale_of, share_overflow
 from efftra_fx.signature import Call, read_call, refuse_gradients
 from efftra_fx.state import (
+    Writers,
     check_state,
     clip_gradients,
     held_parameters,
     owned,
     problem_of_norm,
-    refresh_buffers,
     refresh_copies,
     share,
     take_state,
@@ -223,6 +224,7 @@ class CompiledModel(NotAModule):
         self._forms_s = 0.0
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations = EvaluationForms()
+        self._written = Writers()
         self._steps, self._noted = 0, dict[str, int]()  # steps taken, and the parameters' versions after the first
         self._number, self._place = next(_NUMBERS), 0
 
@@ -262,6 +264,7 @@ class CompiledModel(NotAModule):
         chain = measured_chain(front, self.cluster, self.options, world, self.report, make_bar(world, self.progress))
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
         self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
+        self._written = Writers()
         self._variants.clear()
         self._traces = Traces()
         self._evaluations = EvaluationForms()
@@ -360,7 +363,6 @@ class CompiledModel(NotAModule):
                 t,
                 built.shapes[t.rank],
                 news=built.news.get(t.rank),
-                carried=built.carried,
             )
             for t in self.world.transports
         }
@@ -515,12 +517,15 @@ class CompiledModel(NotAModule):
         if self._forms[form].front.alone is not None:
             batch = self._with_keys(batch, seed)
         refresh_copies(self.built)
+        self._written.bring(self.built, used_buffers(self._forms[form].back), self.world)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
             result = yield from executors[transport.rank].run(batch, seed, scale)
             return transport.rank, result
 
-        return dict(self.world.run(work))
+        results = dict(self.world.run(work))
+        self._written.wrote(self._forms[form])
+        return results
 
     def _add_gradients(self, results: Mapping[int, StepResult], seldom: frozenset[str]) -> None:
         """Add a step's gradients to `.grad`; those of `seldom` parameters only if anything gave one."""
@@ -603,7 +608,7 @@ class CompiledModel(NotAModule):
         self.world.agree_on_call(problem)
         self._take_turn(self.world)
         same_replicas(self.built, self.world)
-        return whole_state(self.built, self.world, self.model, self.options.loss_fn)
+        return whole_state(self.built, self.world, self.model, self.options.loss_fn, self._written.latest)
 
     @every_rank
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -626,6 +631,7 @@ class CompiledModel(NotAModule):
         self.model.load_state_dict(known, strict=strict)
         if self._built is not None:
             take_state(self._built, self.model, known)
+            self._written.forget(known)
             self._own_tensors.note()
 
     @torch.inference_mode(False)
@@ -687,7 +693,7 @@ class CompiledModel(NotAModule):
         batch = Batch(rows_of_batch(*found, evaluation.dims), self._named(*found), {**dims, **KEY_DIMS})
         self._take_turn(self.world)
         refresh_copies(self.built)
-        refresh_buffers(self.built, evaluation.buffers, self.world)
+        self._written.bring(self.built, evaluation.buffers, self.world)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
         return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
@@ -789,10 +795,11 @@ class CompiledModel(NotAModule):
 
         Returns their seconds, the last one's results, and the form and the batch that they were.
         """
-        before = {rank: {n: b.clone() for n, b in t.buffers.items()} for rank, t in self.built.tensors.items()}
         times: list[float] = []
         results: dict[int, StepResult] = {}
         form, batch = self._batch(args, kwargs, target)
+        self._written.bring(self.built, used_buffers(self._forms[form].back), self.world)
+        before = {rank: {n: b.clone() for n, b in t.buffers.items()} for rank, t in self.built.tensors.items()}
         for _ in range(repeats):
             begin = time.perf_counter()
             results = self._run(form, batch, 0)

@@ -49,7 +49,6 @@ class Built:
     tensors: dict[int, Tensors]
     tails: dict[int, TailFunction]
     news: dict[int, NewsFunction]
-    carried: dict[str, int]  # buffers that one stage writes and another reads, and the rank that gives them to all
     values: dict[str, Value]
     shapes: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # by rank, by parameter; "" is the loss
     codes: dict[Any, StageFunctions]
@@ -216,9 +215,7 @@ def place(
     if backend is not None:
         _check_compiled(back, backend, world)
     values = {v.name: v for v in back.wiring.values}
-    built = Built(
-        front, back, chain, planned, {}, {}, {}, {}, _carried(back), values, {}, {} if known is None else known
-    )
+    built = Built(front, back, chain, planned, {}, {}, {}, {}, values, {}, {} if known is None else known)
     if world is None:
         return built
     constant_stage = max(s for s, graph in enumerate(back.stages) if graph.boundaries)
@@ -242,19 +239,19 @@ def place(
     return built
 
 
-def _carried(back: Back) -> dict[str, int]:
-    readers: dict[str, set[int]] = {}
-    for index, graph in enumerate(back.stages):
-        for role in graph.roles:
-            if role.kind == "buffer":
-                readers.setdefault(role.name, set()).add(index)
-    return {n: r for n, (s, r) in written_buffers(back).items() if readers.get(n, set()) - {s}}
-
-
 def written_buffers(back: Back) -> dict[str, tuple[int, int]]:
     """Return the buffers that ranks of one stage write: the stage, and the first of its ranks."""
     stages = enumerate(zip(back.stages, back.plan.stages, strict=True))
     return {name: (index, stage.devices[0]) for index, (graph, stage) in stages for name in graph.buffers}
+
+
+def used_buffers(back: Back) -> dict[str, frozenset[int]]:
+    """Return the stages that read or write each buffer."""
+    found: dict[str, set[int]] = {}
+    for index, graph in enumerate(back.stages):
+        for name in (*graph.buffers, *(role.name for role in graph.roles if role.kind == "buffer")):
+            found.setdefault(name, set()).add(index)
+    return {name: frozenset(stages) for name, stages in found.items()}
 
 
 def _check_cut(front: Front, back: Back) -> None:

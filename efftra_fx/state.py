@@ -44,16 +44,19 @@ def held_parameters(built: Built, world: World, model: nn.Module, loss_fn: Any) 
             yield name, held[name]
 
 
-def owned(built: Built, model: nn.Module, loss_fn: Any, gradients: bool) -> Listed:
+def owned(
+    built: Built, model: nn.Module, loss_fn: Any, gradients: bool, written: Mapping[str, tuple[int, int]] | None = None
+) -> Listed:
     """List every tensor (or every trained parameter) with its owner, and this process's copy where it owns it.
 
     The owner is the first rank of the first stage that holds it; of what no stage holds, rank 0. A parameter
-    that is dealt out to ranks of their own processes is listed in shares (see `share_name`).
+    that is dealt out to ranks of their own processes is listed in shares (see `share_name`). Of a buffer that is
+    `written` by one stage's ranks, the owner is the rank that is given.
     """
     apart = len(built.tensors) == 1
     back = built.back
     stages = {p.name: min(p.stages) for p in back.wiring.parameters}
-    writers = {name: stage for name, (stage, _) in written_buffers(back).items()}
+    writers = {name: stage for name, (stage, _) in (written or {}).items()}
     trained = {p.name for p in back.wiring.parameters if p.trainable}
     named: list[tuple[str, Tensor, int]] = [
         (n, p, stages.get(n, -1)) for n, p in all_parameters(model, loss_fn) if not gradients or n in trained
@@ -141,9 +144,11 @@ def share(world: World, listed: Listed, built: Built) -> dict[str, Tensor]:
     return join_shares(built, world.run(lambda transport: share_tensors(transport, items, mine))[0])
 
 
-def whole_state(built: Built, world: World, model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+def whole_state(
+    built: Built, world: World, model: nn.Module, loss_fn: Any, written: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, Tensor]:
     """Return the state dict of the plain model, on every rank; a collective call."""
-    tensors = share(world, owned(built, model, loss_fn, gradients=False), built)
+    tensors = share(world, owned(built, model, loss_fn, False, written), built)
     first: dict[int, str] = {}
     own: dict[str, Tensor] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -247,16 +252,30 @@ def problem_of_norm(max_norm: Any, norm_type: Any) -> InputError | None:
     return None
 
 
-def refresh_buffers(built: Built, read: Mapping[str, frozenset[int]], world: World) -> None:
-    """Bring buffers that one stage's ranks write up to date where others read them; a collective call.
+class Writers:
+    """Which ranks have written buffers that the ranks of other stages still hold as they were before."""
 
-    `read` has the stages that read a buffer, -1 for every rank.
-    """
-    wanted = {n: r for n, (s, r) in written_buffers(built.back).items() if read.get(n, frozenset()) - {s}}
-    wanted = {name: rank for name, rank in wanted.items() if name not in built.carried}
-    if wanted and world.size > 1:
-        held = {transport.rank: built.tensors[transport.rank].buffers for transport in world.transports}
-        world.run(lambda transport: carry_buffers(wanted, held[transport.rank], transport))
+    def __init__(self) -> None:
+        self.latest: dict[str, tuple[int, int]] = {}  # the stage and the first of its ranks
+
+    def wrote(self, built: Built) -> None:
+        """Note a step."""
+        self.latest |= written_buffers(built.back)
+
+    def bring(self, built: Built, read: Mapping[str, frozenset[int]], world: World) -> None:
+        """Give all ranks what other stages than the one that wrote it will read; a collective call.
+
+        `read` has the stages that read a buffer, -1 for every rank.
+        """
+        owners = {n: rank for n, (stage, rank) in self.latest.items() if read.get(n, frozenset()) - {stage}}
+        if owners and world.size > 1:
+            held = {transport.rank: built.tensors[transport.rank].buffers for transport in world.transports}
+            world.run(lambda transport: carry_buffers(owners, held[transport.rank], transport))
+        self.forget(owners)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Note that these are the same on all ranks now."""
+        self.latest = {name: place for name, place in self.latest.items() if name not in names}
 
 
 def clip_gradients(

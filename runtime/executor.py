@@ -41,7 +41,7 @@ from efftra_fx.program_text import print_instruction
 from .buffers import replicas_with_rows, write_buffers
 from .drawing import drawing
 from .meetings import Company, meet
-from .news import carry_buffers, write_news
+from .news import write_news
 from .parts import assemble, gather_parts, rows_of
 from .step import Action, Batch, BoundaryPart, NewsCode, StageWork, Step, StepResult, TailCode, Tensors, Waiting
 from .transport import Handle, Incoming, Outgoing, Transport
@@ -62,11 +62,10 @@ class Executor:
         shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         record: Callable[[], float] | None = None,
         news: NewsCode | None = None,
-        carried: Mapping[str, int] | None = None,
     ) -> None:
         self.program, self.values, self.work, self.tensors = program, values, work, tensors
         self.tail, self.transport, self.shapes, self.clock = tail, transport, shapes, record
-        self.news, self.carried = news, carried or {}
+        self.news = news
         self.device = transport.device
         self.names = {name: index for index, name in enumerate(sorted(values))}
         self.cells = {i.micro_batch: (i.start, i.stop) for i in program.instructions if isinstance(i, Load)}
@@ -427,8 +426,6 @@ class Executor:
                     yield step.reduced, "reduce_loss"
             if self.work is not None:
                 yield from write_buffers(step, self.work, self.tensors.buffers, self.program, transport)
-            if self.carried:
-                yield from carry_buffers(self.carried, self.tensors.buffers, transport)
             if self.news is not None:
                 yield from write_news(step, self.news, self.tensors.buffers, transport)
             transport.drain()

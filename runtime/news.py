@@ -1,7 +1,7 @@
 """Write, on every rank, the buffers that the whole batch makes: join what parts hand over, and compute once more.
 
 Sums are added up over all ranks in one all-reduce for each kind of number; rows go to everybody. A buffer that one
-stage writes and another reads is carried from the one to the other.
+stage has written is carried to the others when they read it.
 """
 
 from __future__ import annotations

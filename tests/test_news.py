@@ -204,6 +204,51 @@ class Late(Net):
         return out if self.training else out * self.seen[:3]
 
 
+class Switched(Net):
+    """Keeps a mean of weights, which it reads before all layers, in some steps and not in others."""
+
+    book: Tensor
+
+    def forward(self, x: Tensor, *more: Any, write: bool = True) -> Tensor:
+        out = super().forward(x + x @ self.book[:4, :4].clone())
+        if write:
+            self.book.lerp_(self.b.weight.detach()[:5], 0.5)
+        return out
+
+
+WRITES = (False, True, False, False, True)
+
+
+def switched_on_ranks() -> Any:
+    torch.set_num_threads(1)
+    habit = made(None, Switched)
+    program = compile(
+        habit.model,
+        Cluster.from_env(),
+        example_inputs=habit.args,
+        example_kwargs={"write": False},
+        example_target=habit.target,
+        loss_fn=cross_entropy,
+        costs="estimated",
+        timeout=60.0,
+        stages=2,
+        replicas=(1, 1),
+        micro_batches=1,
+    )
+    losses = [float(program.step(*habit.args, write=write, target=habit.target)) for write in WRITES]
+    report = program.check(*habit.args, write=False, target=habit.target, repeats=1, show=False)
+    return losses, program.state_dict(), report.matches, program.state_dict()
+
+
+def test_a_buffer_that_some_forms_of_step_write_is_the_same_for_all_forms() -> None:
+    habit = made(None, Switched)
+    losses = [float(cross_entropy(habit.model(*habit.args, write=w), habit.target).detach()) for w in WRITES]
+    for found, state, matches, later in run_ranks(switched_on_ranks, 2, limit_s=120.0):
+        assert matches
+        assert_alike((found, state), (losses, habit.model.state_dict()))
+        assert_alike((found, later), (losses, habit.model.state_dict()))
+
+
 def on_ranks() -> list[Any]:
     torch.set_num_threads(1)
     found = []
