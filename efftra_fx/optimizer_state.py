@@ -12,7 +12,7 @@ model, and `names` beside, by which it is read again: by any plan, with paramete
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from efftra_fx.alike import agree_on_state
 from efftra_fx.build import Built, Share
 from efftra_fx.errors import CheckpointError, EfftraError, InputError
+from efftra_fx.plain_data import pack, unpack
 from efftra_fx.runtime.checkpoint import Owned, share_tensors
 from efftra_fx.state import all_parameters, join_shares, owned, whole_name
 from efftra_fx.world import World
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,14 @@ class Laid:
             leaves = [[tensor.detach().clone() for tensor in tensors]]
         else:
             leaves = _shared_leaves([one["leaves"] for one in everyone], tensors, self.world)
-        whole = Whole(merged([[Group(tuple(n), o) for n, o in one["groups"]] for one in everyone], self.names.order))
+        groups = [[Group(tuple(names), options) for names, options in one["groups"]] for one in everyone]
+        if not alike(groups) and self.world.first:
+            print(
+                "efftra_fx: ranks have different groups of parameters, and so different states of schedulers over "
+                "them; make the same groups on every rank, empty where a rank holds none of their parameters",
+                file=sys.stderr,
+            )
+        whole = Whole(merged(groups, self.names.order))
         pieces: dict[str, Any] = {}
         for one, found in zip(everyone, leaves, strict=True):
             pieces |= {name: unpack(value, found) for name, value in one["states"].items()}
@@ -250,7 +256,7 @@ def merged(everyone: Sequence[Sequence[Group]], order: Mapping[str, int]) -> lis
     [Group(names=('a',), options=1), Group(names=('b',), options=2), Group(names=('c',), options=3)]
     """
     first = everyone[0]
-    if all([group.options for group in one] == [group.options for group in first] for one in everyone):
+    if alike(everyone):
         return [
             Group(_one_order([one[number].names for one in everyone], order), group.options)
             for number, group in enumerate(first)
@@ -261,6 +267,12 @@ def merged(everyone: Sequence[Sequence[Group]], order: Mapping[str, int]) -> lis
             if group.names:
                 groups.setdefault(group.names, group)
     return sorted(groups.values(), key=lambda group: order[group.names[0]])
+
+
+def alike(everyone: Sequence[Sequence[Group]]) -> bool:
+    """Say whether all ranks have the same groups, whichever parameters of them they hold."""
+    first = [group.options for group in everyone[0]]
+    return all([group.options for group in one] == first for one in everyone)
 
 
 def _one_order(lists: Sequence[Sequence[str]], order: Mapping[str, int]) -> tuple[str, ...]:
@@ -341,47 +353,6 @@ def _part(value: Any, share: Share | None, shape: torch.Size) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_part(one, share, shape) for one in value)
     return value
-
-
-def pack(value: Any, tensors: list[Tensor] | None, what: str) -> Any:
-    """Return a value as plain data, its tensors put into a list; without a list, tensors are written out.
-
-    >>> pack({"betas": (0.9, 0.99), "lr": 0.1}, None, "options")
-    {'dict': [['betas', {'tuple': [0.9, 0.99]}], ['lr', 0.1]]}
-    """
-    if isinstance(value, Tensor):
-        if tensors is not None:
-            tensors.append(value.detach())
-            return {"leaf": len(tensors) - 1}
-        if value.numel() <= 1 and value.dtype.is_floating_point:
-            return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        return {"dict": [[key, pack(one, tensors, what)] for key, one in value.items()]}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return {type(value).__name__: [pack(one, tensors, what) for one in value]}
-    if type(value) in _PLAIN:
-        return value if not isinstance(value, float) or math.isfinite(value) else {"float": str(value)}
-    raise CheckpointError(f"{what} of the optimizer holds a {type(value).__name__}, which is no data to save")
-
-
-def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value of plain data."""
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, content),) = [(k, v) for k, v in packed.items() if k != "dtype"]
-    match kind:
-        case "leaf":
-            return tensors[content]
-        case "tensor":
-            return torch.tensor(content, dtype=getattr(torch, packed["dtype"]))
-        case "dict":
-            return {key: unpack(one, tensors) for key, one in content}
-        case "tuple":
-            return tuple(unpack(one, tensors) for one in content)
-        case "list":
-            return [unpack(one, tensors) for one in content]
-        case _:
-            return float(content)
 
 
 def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

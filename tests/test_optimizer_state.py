@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import outcomes_of, run_ranks
 from torch import Tensor, nn
 
 from efftra_fx import Cluster, CompiledModel, compile
@@ -214,6 +214,40 @@ def test_a_state_goes_from_plan_to_plan() -> None:
     here = compiled(Cluster.local(3), **PLANS["three"][1])
     for name in WHOLE:
         assert_same(train(here, name, loaded(first[name])), expected[name][1], f"{name}, in one process")
+
+
+def save_with_groups(whole: bool) -> dict[str, Any]:
+    """Make a group for each parameter: of the model, or of those that this rank holds."""
+    torch.set_num_threads(1)
+    program = compiled(Cluster.from_env(), replicas=(1, 1), micro_batches=1)
+    held = dict(program.named_parameters())
+    names = [name for name, _ in program.model.named_parameters()] if whole else list(held)
+    optimizer = torch.optim.Adam(
+        [{"params": [held[name]] if name in held else [], "lr": 0.01 / (1 + len(name))} for name in names]
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    program.step(X, target=Y)
+    optimizer.step()
+    scheduler.step()
+    return {"optimizer": program.optimizer_state_dict(optimizer)["param_groups"], "scheduler": scheduler.state_dict()}
+
+
+def test_groups_that_differ_from_rank_to_rank_are_said() -> None:
+    told = "ranks have different groups of parameters, and so different states of schedulers"
+    model = net()
+    plain = torch.optim.Adam([{"params": [p], "lr": 0.01 / (1 + len(name))} for name, p in model.named_parameters()])
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+    plain.step()
+    scheduler.step()
+    same, other = outcomes_of(save_with_groups, 2, True, limit_s=120.0)
+    assert not same.error and told not in same.output
+    for outcome in (same, other):
+        assert outcome.value == {
+            "optimizer": plain.state_dict()["param_groups"],
+            "scheduler": scheduler.state_dict(),
+        }
+    first, _ = outcomes_of(save_with_groups, 2, False, limit_s=120.0)
+    assert not first.error and told in first.output
 
 
 def test_states_by_names_are_taken_and_what_does_not_fit_is_named() -> None:
