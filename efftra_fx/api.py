@@ -517,7 +517,7 @@ class CompiledModel(NotAModule):
         if self._forms[form].front.alone is not None:
             batch = self._with_keys(batch, seed)
         refresh_copies(self.built)
-        self._written.bring(self.built, used_buffers(self._forms[form].back), self.world)
+        self._written.bring(self.built, used_buffers(self._forms[form]), self.world)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
             result = yield from executors[transport.rank].run(batch, seed, scale)
@@ -798,7 +798,7 @@ class CompiledModel(NotAModule):
         times: list[float] = []
         results: dict[int, StepResult] = {}
         form, batch = self._batch(args, kwargs, target)
-        self._written.bring(self.built, used_buffers(self._forms[form].back), self.world)
+        self._written.bring(self.built, used_buffers(self._forms[form]), self.world)
         before = {rank: {n: b.clone() for n, b in t.buffers.items()} for rank, t in self.built.tensors.items()}
         for _ in range(repeats):
             begin = time.perf_counter()

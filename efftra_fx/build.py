@@ -20,6 +20,7 @@ from efftra_fx.compiler import Back, Front, Options, Progress, Report, back_end
 from efftra_fx.cost import Chain, CostTable, NodeCost, Option, Timing
 from efftra_fx.errors import EfftraError, PlanError, ReduceOrderError
 from efftra_fx.hooks import has_hooks
+from efftra_fx.meta import ROLE
 from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.planned import Planned
 from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
@@ -245,10 +246,15 @@ def written_buffers(back: Back) -> dict[str, tuple[int, int]]:
     return {name: (index, stage.devices[0]) for index, (graph, stage) in stages for name in graph.buffers}
 
 
-def used_buffers(back: Back) -> dict[str, frozenset[int]]:
-    """Return the stages that read or write each buffer."""
+def used_buffers(built: Built) -> dict[str, frozenset[int]]:
+    """Return the stages that read or write each buffer; -1 for every rank."""
     found: dict[str, set[int]] = {}
-    for index, graph in enumerate(back.stages):
+    news = built.front.news
+    for tail in (built.front.tail, *(() if news is None else (news.tail,))):
+        for node in tail.gm.graph.nodes:
+            if node.op == "placeholder" and ROLE[node].kind == "buffer":
+                found.setdefault(ROLE[node].name, set()).add(-1)
+    for index, graph in enumerate(built.back.stages):
         for name in (*graph.buffers, *(role.name for role in graph.roles if role.kind == "buffer")):
             found.setdefault(name, set()).add(index)
     return {name: frozenset(stages) for name, stages in found.items()}

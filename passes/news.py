@@ -61,8 +61,7 @@ def split_news(gm: fx.GraphModule, norms: Collection[str] = ()) -> tuple[fx.Grap
     olds = {ROLE[n].name: n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "buffer"}
     written = _Written(news, olds, ancestors(results[: outputs.loss]))
     whole = _whole(gm, written, {name for name in news if module_of(name) not in norms})
-    known = _known(gm, {olds[name] for name in whole if name in olds})
-    made = [n for n in news if n in whole and (BATCH[news[n]].kind != "whole" or news[n] in known)]
+    made, known = _made(gm, written, whole)
     if not made:
         return gm, None
     inside, boundary = _walk([news[name] for name in made], known)
@@ -116,6 +115,17 @@ def _whole(gm: fx.GraphModule, written: _Written, names: AbstractSet[str]) -> se
         if not out:
             return found
         found -= out
+
+
+def _made(gm: fx.GraphModule, written: _Written, whole: AbstractSet[str]) -> tuple[list[str], set[fx.Node]]:
+    """Return the buffers that all ranks write, and what every rank knows then: not those that only some ranks write."""
+    made = [name for name in written.news if name in whole]
+    while True:
+        known = _known(gm, {written.olds[name] for name in made if name in written.olds})
+        kept = [n for n in made if BATCH[written.news[n]].kind != "whole" or written.news[n] in known]
+        if kept == made:
+            return made, known
+        made = kept
 
 
 def _stays(

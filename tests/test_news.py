@@ -204,6 +204,20 @@ class Late(Net):
         return out if self.training else out * self.seen[:3]
 
 
+class Weighted(Net):
+    """Keeps a mean of weights on one stage, which goes into a mean over rows that every rank keeps."""
+
+    book: Tensor
+    seen: Tensor
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        book, seen = self.book.clone(), self.seen.clone()
+        out = super().forward(x - seen[:4], *more)
+        self.seen.mul_(0.9).add_(x.detach().mean() * book.sum(0))
+        self.book[:3].lerp_(self.c.weight.detach(), 0.1)
+        return out
+
+
 class Switched(Net):
     """Keeps a mean of weights, which it reads before all layers, in some steps and not in others."""
 
@@ -249,10 +263,18 @@ def test_a_buffer_that_some_forms_of_step_write_is_the_same_for_all_forms() -> N
         assert_alike((found, later), (losses, habit.model.state_dict()))
 
 
+PLANNED: tuple[tuple[Write | None, type[Net], tuple[int, ...]], ...] = (
+    (codes, Net, (2, 1)),
+    (queue, Net, (1, 1)),
+    (average, Late, (1, 1)),
+    (None, Weighted, (1, 1)),
+)
+
+
 def on_ranks() -> list[Any]:
     torch.set_num_threads(1)
     found = []
-    for write, kind, replicas in ((codes, Net, (2, 1)), (queue, Net, (1, 1)), (average, Late, (1, 1))):
+    for write, kind, replicas in PLANNED:
         habit = made(write, kind)
         program = compile(
             habit.model,
@@ -273,7 +295,7 @@ def on_ranks() -> list[Any]:
 
 def test_ranks_of_their_own_hold_the_same_buffers_whichever_stage_writes_them() -> None:
     outcomes = run_ranks(on_ranks, 3, limit_s=240.0)
-    for index, (write, kind) in enumerate(((codes, Net), (queue, Net), (average, Late))):
+    for index, (write, kind, _) in enumerate(PLANNED):
         habit = made(write, kind)
         expected = trained_alone(habit)
         habit.model.load_state_dict(expected[1])
