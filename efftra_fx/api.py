@@ -739,11 +739,14 @@ class CompiledModel(NotAModule):
         return sample_numbers(*found) if several and found is not None else {}
 
     @every_rank
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
         """Clip all ranks' gradients by one norm over the whole model, each parameter counted once; a collective call.
 
         Returns the total norm before clipping, the same on every rank. (`torch.nn.utils.clip_grad_norm_` would
-        see this rank's stage alone.) Raises InputError on all ranks for a norm that is not finite, if asked to.
+        see this rank's stage alone; `foreach` is taken as there, and changes nothing.) Raises InputError on all ranks
+        for a norm that is not finite, if asked to.
         """
         problem = problem_of_norm(max_norm, norm_type)
         given = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"

@@ -292,7 +292,7 @@ def clip_gradients(
         for name, parameter in parameters
         if name in counted and parameter.grad is not None and parameter.grad.numel()
     ]
-    total = _norm_of_norms(world.gather(float(_norm_of_norms(norms, norm_type))), norm_type)
+    total = _norm_of_norms(world.gather_number(float(_norm_of_norms(norms, norm_type))), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise InputError(f"the total norm of the gradients is {float(total)}, so they cannot be clipped")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from efftra_fx.cluster import Cluster
 from efftra_fx.errors import EfftraError, InputError, LaunchError, TransportError
 from efftra_fx.runtime.executor import drive
+from efftra_fx.runtime.group_transport import GroupTransport
 from efftra_fx.runtime.launch import LATEST, connect, meeting_again
 from efftra_fx.runtime.local_transport import LocalTransport, forget, local_transports, run_all
 from efftra_fx.runtime.transport import Handle, Transport
@@ -94,6 +95,16 @@ class World:
         if len(self.transports) > 1:
             return [data]
         return self.transports[0].all_gather_data(data).wait("exchanging plain data")
+
+    def gather_number(self, number: float) -> list[float]:
+        """Return every process's number, in rank order, in one exchange; a collective call."""
+        transport = self.transports[0]
+        if len(self.transports) > 1 or not isinstance(transport, GroupTransport):
+            return [number]
+        row = torch.zeros(self.size, dtype=torch.float64)  # the sum is all numbers
+        row[transport.rank] = number
+        found: list[float] = transport.sum_of_all(row).wait("exchanging numbers").tolist()
+        return found
 
     def broadcast(self, data: Any) -> Any:
         """Return rank 0's plain data; a collective call."""

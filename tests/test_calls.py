@@ -193,6 +193,9 @@ def test_a_wrong_number_of_arguments_is_the_callers_own_error() -> None:
     program = compiled(cluster=Cluster.local(2))
     with pytest.raises(TypeError, match="max_norm"):
         program.clip_grad_norm_()  # type: ignore[call-arg]
+    program.step(X, target=Y)
+    norm = program.clip_grad_norm_(1e9, foreach=True)
+    assert torch.allclose(norm, program.clip_grad_norm_(1e9)) and norm > 0
 
 
 def test_ranks_meet_in_one_call_or_in_one_that_is_behind_them() -> None:
