@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from efftra_fx.capture_guards import NotCapturedError
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.opaque import kind_of
@@ -145,7 +146,7 @@ class _Writer:
             if abs(one - factor_ * a) <= 1e-12 * abs(one):
                 return self.graph.call_function(operator.mul, (self.rows_node(), factor_))
         line = SOURCE.get(node) or node.name
-        raise CaptureError(
+        raise NotCapturedError(
             f"a number at {line} is {one} for {a} rows and {other} for {b}, which does not follow the rows; "
             "take sizes from the tensors (x.shape[0]) and not from Python numbers"
         )

@@ -131,6 +131,10 @@ class NotCapturedError(CaptureError):
     """Raise where a model is no graph, and might yet run as it is."""
 
 
+class CountsRowsError(NotCapturedError):
+    """Raise where what a model computes goes by how many rows there are: as it is, it must see the whole batch."""
+
+
 class AsksValuesError(NotCapturedError):
     """Raise where Python asks for a value, or cannot be traced for another `reason`.
 

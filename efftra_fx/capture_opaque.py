@@ -197,13 +197,18 @@ class Watch:
 
 @contextmanager
 def modules_kept_whole(
-    modules: Mapping[str, nn.Module], first: Watch, second: Watch, halves: tuple[Watch, Watch] | None = None
+    modules: Mapping[str, nn.Module],
+    first: Watch,
+    second: Watch,
+    halves: tuple[Watch, Watch] | None = None,
+    undivided: bool = False,
 ) -> Iterator[None]:
     """While this lasts, calls of these modules become opaque operators.
 
     `first` and `second` watched the model on batches of different sizes: from them the shapes of results
     are known. `halves` watched it on the halves of the first batch, where it takes them: what adds up to the whole's
-    size without following the rows was selected by values. Raises NotKeptError for a module that cannot be one node.
+    size without following the rows was selected by values. `undivided` ones see the whole batch.
+    Raises NotKeptError for a module that cannot be one node.
     """
     with ExitStack() as stack:
         for path, module in modules.items():
@@ -213,7 +218,7 @@ def modules_kept_whole(
                 _refuse_other_results(path, one, other)
             for (one, other), pieces in zip(calls, parts, strict=False):
                 _refuse_selections(path, (one, other), pieces)
-            stack.enter_context(_forward_replaced(module, _opaque_forward(path, module, iter(calls))))
+            stack.enter_context(_forward_replaced(module, _opaque_forward(path, module, iter(calls), undivided)))
         yield
 
 
@@ -245,7 +250,9 @@ def _refuse_selections(path: str, pair: tuple[Seen, Seen], halves: tuple[Seen, S
                 raise _unexplained(path, size, found[0])
 
 
-def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Seen]]) -> Callable[..., Any]:
+def _opaque_forward(
+    path: str, module: nn.Module, calls: Iterator[tuple[Seen, Seen]], undivided: bool
+) -> Callable[..., Any]:
     bare = _Bare(module)
     original = module.forward
     modes = [(inner, inner.training) for inner in module.modules()]
@@ -286,7 +293,9 @@ def _opaque_forward(path: str, module: nn.Module, calls: Iterator[tuple[Seen, Se
             return [*made, *(torch.empty_like(operands[names.index(n)]) for n in written)]
 
         count = len(pair[0].results)
-        operator = make_operator(path, run, shape, draws=any(seen.draws for seen in pair), returned=count)
+        operator = make_operator(
+            path, run, shape, draws=any(seen.draws for seen in pair), returned=count, whole=undivided
+        )
         found = list(operator([*state.values(), *(flat[i] for i in places)]))
         with torch.no_grad():
             for name, value in zip(written, found[count:], strict=False):

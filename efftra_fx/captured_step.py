@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
-from efftra_fx.capture_guards import NotCapturedError
+from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.errors import CaptureError
+from efftra_fx.example import other_batches, rows_of
+from efftra_fx.opaque import OtherSizesError
 from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture
-from efftra_fx.trace_check import check_capture, on_few_or_all
+from efftra_fx.trace_check import DoesNotRunError, check_capture, on_few_or_all
 
 
 def capture_step(
@@ -48,7 +51,15 @@ def capture_step(
     def as_captured(whole_loss: str, whole_model: str) -> Captured:
         begin = time.perf_counter()
         found = capture(
-            model, call, tensors, dims, loss_fn, whole_loss=whole_loss, divided=divided, whole_model=whole_model
+            model,
+            call,
+            tensors,
+            dims,
+            loss_fn,
+            whole_loss=whole_loss,
+            divided=divided,
+            whole_model=whole_model,
+            undivided=counts_rows,
         )
         timed("trace", begin)
         if not found.symbolic:
@@ -61,12 +72,31 @@ def capture_step(
             )
         if check or whole_loss or whole_model:
             begin = time.perf_counter()
-            few = tensors if found.guards is not None or whole_loss else small
+            few = tensors if found.guards is not None or whole_loss or found.aligned else small
             use = on_few_or_all(lambda rows: check_capture(model, found, rows, loss_fn), few, tensors)
+            if found.guards is None and (found.aligned or whole_loss):
+                check_other_rows(found)
             found = replace(found, python=use)
             timed("check capture", begin)
         return found
 
+    def check_other_rows(found: Captured) -> None:
+        """Raise CountsRowsError where the graph is not the model for other numbers of rows than the example's."""
+        rows = rows_of(tensors, dims)
+        for batch in (small, *(other_batches(tensors, dims) if found.aligned else ())):
+            try:
+                check_capture(model, found, batch, loss_fn)
+            except (DoesNotRunError, OtherSizesError):
+                continue
+            except CaptureError as error:
+                place = re.search(r' at (File "[^"]+", line \d+)', str(error))
+                raise CountsRowsError(
+                    f"the model cannot be captured as a graph: it computes something else for {rows_of(batch, dims)} "
+                    f"rows than what {rows} rows show{f' at {place[1]}' if place else ''}; let no branch or rounded "
+                    "number depend on how many rows there are"
+                ) from error
+
+    counts_rows = False
     try:
         return captured(as_it_is)
     except WritesParametersError as error:
@@ -75,14 +105,15 @@ def capture_step(
         first = error
     said = [str(first)]
     model_reason = str(first) if isinstance(first, NotCapturedError) else ""
+    counts_rows = isinstance(first, CountsRowsError)
 
     def tried(what: str, whole_loss: str = "", whole_model: str = "") -> Captured | None:
-        nonlocal model_reason
+        nonlocal model_reason, counts_rows
         try:
             return captured(whole_loss, whole_model)
         except CaptureError as error:
             if not whole_model and isinstance(error, NotCapturedError):
-                model_reason = str(error)
+                model_reason, counts_rows = str(error), isinstance(error, CountsRowsError)
             if str(error) not in said:
                 said.append(f"nor can {what} run as it is: {error}")
             return None

@@ -14,9 +14,10 @@ from efftra_fx.build import connections, tensor_group
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_graph
 from efftra_fx.errors import CaptureError, InputError
-from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
+from efftra_fx.example import find_batch, model_tensors, other_batches, proof_inputs, rows_of
 from efftra_fx.front_end import copy_graph
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
+from efftra_fx.opaque import OtherSizesError
 from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.batch_again import ProveAgain
 from efftra_fx.passes.batch_evaluate import is_random
@@ -40,7 +41,7 @@ from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, difference
 from efftra_fx.trace import Captured, capture, surroundings_of
-from efftra_fx.trace_check import check_output, on_few_or_all
+from efftra_fx.trace_check import DoesNotRunError, check_output, on_few_or_all
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
@@ -167,6 +168,9 @@ def _captured(
         except CaptureError as error:
             problem = str(error)
     captured = capture(model, call, whole, dims, want="output")
+    if captured.aligned and captured.guards is None and _counts_rows(model, captured, small, whole, dims):
+        reason = "it computes something else for other numbers of rows"
+        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
     if not captured.symbolic:
         raise CaptureError(
             "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
@@ -183,6 +187,24 @@ def _captured(
 def _checked(model: nn.Module, captured: Captured, small: Sequence[Tensor], whole: Sequence[Tensor]) -> Captured:
     few = whole if captured.guards is not None else small
     return replace(captured, python=on_few_or_all(lambda rows: check_output(model, captured, rows), few, whole))
+
+
+def _counts_rows(
+    model: nn.Module,
+    captured: Captured,
+    small: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+) -> bool:
+    """Say whether the model computes something else for other numbers of rows than the graph does."""
+    for batch in (small, *other_batches(tensors, dims)):
+        try:
+            check_output(model, captured, batch)
+        except (DoesNotRunError, OtherSizesError):
+            continue
+        except CaptureError:
+            return True
+    return False
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:

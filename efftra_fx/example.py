@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,18 @@ def find_batch(
 def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
     """Return the number of rows of tensors that have them along these dimensions."""
     return next(t.shape[d] for t, d in zip(tensors, dims, strict=False) if d is not None)
+
+
+def other_batches(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Iterator[list[Tensor]]:
+    """Yield batches of other numbers of rows than the example: its rows, from the first on and round again."""
+    rows = rows_of(tensors, dims)
+    for count in dict.fromkeys((1, 2, rows // 2, rows - 1, 2 * rows)):
+        if count not in (0, rows):
+            order = torch.arange(count) % rows
+            yield [
+                t.detach() if d is None else t.detach().index_select(d, order.to(t.device))
+                for t, d in zip(tensors, dims, strict=True)
+            ]
 
 
 def model_tensors(model: nn.Module, loss_fn: Any, gm: fx.GraphModule) -> dict[tuple[str, str], Tensor]:

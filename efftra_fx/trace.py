@@ -26,6 +26,7 @@ from efftra_fx.capture_guards import (
     Answers,
     Asked,
     AsksValuesError,
+    CountsRowsError,
     Guards,
     NotCapturedError,
 )
@@ -73,6 +74,7 @@ class Captured:
     flags: tuple[Any, ...] = ()
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
+    aligned: bool = False  # joined of what two numbers of rows gave, so that others are to be tried
 
     @cached_property
     def seldom(self) -> frozenset[str]:
@@ -97,6 +99,7 @@ def capture(
     divided: bool = False,
     moving: Sequence[Sequence[int]] = (),
     whole_model: str = "",
+    undivided: bool = False,
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
@@ -104,8 +107,8 @@ def capture(
     size, the graph is captured at the size of the example and `symbolic` is False. So do each leaf's
     `moving` dimensions where the model allows it.
     With `whole_loss`, a reason, the loss function is one node that sees the whole batch; or, if it may be
-    `divided`, the part at hand. With `whole_model`, a reason, the model is one node; so is one whose output is
-    wanted and that cannot be had otherwise.
+    `divided`, the part at hand. With `whole_model`, a reason, the model is one node, which sees the whole
+    batch if it is `undivided`; so is one whose output is wanted and that cannot be had otherwise.
     Raises NotCapturedError where only that is left, another CaptureError where the model cannot be captured.
     """
     dims = tuple(batch_leaves)
@@ -115,13 +118,14 @@ def capture(
         attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt), divided)
     try:
         if whole_model:
-            attempt.opaque[""] = _reason(whole_model)
+            attempt.opaque[""], attempt.undivided = _reason(whole_model), undivided
             return _with_answers(attempt)
         return _captured(attempt)
     except NotCapturedError as error:
         if want != "output" or whole_model or moving:
             raise
-        return capture(model, call, tensors, dims, want=want, whole_model=str(error))
+        undivided = isinstance(error, CountsRowsError)
+        return capture(model, call, tensors, dims, want=want, whole_model=str(error), undivided=undivided)
 
 
 def _captured(attempt: _Attempt) -> Captured:
@@ -168,6 +172,7 @@ class _Attempt:
     watches: Watches | None = None
     whole_loss: WholeLoss | None = None
     moving: Sequence[Sequence[int]] = ()
+    undivided: bool = False
 
     def capture(self) -> Captured:
         """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
@@ -182,13 +187,16 @@ class _Attempt:
         if self.want == "loss":
             _refuse_least_rows(gm, self.batch_leaves)
         tree = trees[-1] if trees else None
-        symbolic = _is_symbolic(gm, self.batch_leaves)
+        symbolic, aligned = _is_symbolic(gm, self.batch_leaves), False
         if not symbolic and not self.moving:
             gm, found = self.aligned(step, gm, found, guards)
-            symbolic = _is_symbolic(gm, self.batch_leaves)
+            symbolic = aligned = _is_symbolic(gm, self.batch_leaves)
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
-        return Captured(gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, self.flags, whole_loss=reason)
+        flags = self.flags
+        return Captured(
+            gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, flags, whole_loss=reason, aligned=aligned
+        )
 
     def exported(
         self,
@@ -209,7 +217,7 @@ class _Attempt:
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(padding_zeroed(self.want == "loss"))
             if self.watches is not None:
-                stack.enter_context(modules_kept_whole(kept, *self.watches))
+                stack.enter_context(modules_kept_whole(kept, *self.watches, undivided=self.undivided))
             return export_step(step, tensors, batch_leaves, moving)
 
     def aligned(

@@ -117,7 +117,7 @@ class _Eager:
             torch.manual_seed(0)
             try:
                 results: Sequence[Any] = self.captured.gm(*self.operands)
-            except RuntimeError as error:
+            except (RuntimeError, IndexError, ValueError) as error:
                 stopped = run_nodes(self.captured.gm, self.operands)
                 where = f"{stopped}" if isinstance(stopped, str) else str(error)
                 raise CaptureError(f"the captured graph does not run as the eager model does: {where}") from error

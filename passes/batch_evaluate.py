@@ -120,7 +120,11 @@ class Recorder(fx.Interpreter):
         """Return the value of a node of what its operands are here."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         if needs_whole_batch(node.target):  # parts may be too small for it, and what they give tells nothing
-            return pytree.tree_map_only(Tensor, lambda t: torch.zeros(t.shape), node.meta["val"])
+            made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, Tensor)]
+            if all(isinstance(size, int) for t in made for size in t.shape):
+                return pytree.tree_map_only(Tensor, lambda t: torch.zeros(t.shape), node.meta["val"])
+            if self.whole is not None:
+                raise OtherSizesError(f"{node.name} must see the whole batch")
         if is_batch_statistics(node):
             return _without_statistics(args)
         if is_random(node):
