@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from efftra_fx.meta import BATCH, ROLE, Split
 from efftra_fx.opaque import OtherSizesError, is_opaque, needs_whole_batch
@@ -205,9 +206,15 @@ def _only_counted(gm: fx.GraphModule) -> set[fx.Node]:
             continue
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
             counted.add(node)  # what reads it takes any number
-        elif all(_name(user) in _COUNTS and user in counted for user in node.users):
+        elif all(user in counted and (_name(user) in _COUNTS or _is_picked(node, user)) for user in node.users):
             counted.add(node)
     return {n for n in counted if not n.meta["val"].is_floating_point() and n.meta["val"].dtype is not torch.bool}
+
+
+def _is_picked(node: fx.Node, user: fx.Node) -> bool:
+    """Say whether numbers are picked from a node by others, and it does not say which."""
+    picks = _name(user) in ("index", "gather", "index_select") and user.args[0] is node
+    return picks and node not in pytree.tree_leaves((user.args[1:], dict(user.kwargs)))
 
 
 def _fixed(gm: fx.GraphModule) -> set[fx.Node]:

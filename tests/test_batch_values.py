@@ -79,6 +79,9 @@ APART: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "rows in another order for a while": sorted_and_back,
     "a column by its number": lambda m, h: h * h[torch.arange(len(h)), h.argmax(1)][:, None],
     "a base of each row": lambda m, h: h.flatten()[h.argmax(1) + torch.arange(len(h)) * WIDTH][:, None] + h,
+    "a number of each row that is the same for all": lambda m, h: (
+        h * ((h > 9).long().cumsum(1)[torch.arange(len(h))[:, None], torch.arange(WIDTH)] == 0)
+    ),
     "a table of the type of the rows": lambda m, h: h + torch.ones(1, WIDTH, dtype=torch.float32).type_as(h) / 3,
     "numbers like those of rows": lambda m, h: h - 0 * torch.empty_like(h).exponential_().log().nan_to_num(),
 }
