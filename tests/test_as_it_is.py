@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,30 @@ def test_what_no_row_has_used_keeps_no_gradient(replicas: tuple[int, ...], micro
     assert counts[:4] == counts[4:] and max(counts) > min(counts) >= 4
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+class Coin(nn.Module):
+    """Turns all rows round or none, by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else -x
+
+
+def test_a_coin_for_the_whole_batch_is_thrown_once() -> None:
+    habit = with_inner(Coin)
+    program = compiled(habit, 3, stages=1, replicas=(3,), micro_batches=2)
+    coin: Any = habit.model[2]  # type: ignore[index]
+    sides = []
+    for sign in (1.0, -1.0):
+        coin.forward = lambda x, sign=sign: sign * x
+        sides.append(one_device(habit)[0])
+    del coin.forward
+    found = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        loss, _ = step(program, habit)
+        found.append([bool(torch.isclose(loss, side, rtol=1e-12)) for side in sides])
+    assert all(sum(one) == 1 for one in found) and [True, False] in found and [False, True] in found
 
 
 class Select(nn.Module):
