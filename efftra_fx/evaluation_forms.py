@@ -37,7 +37,8 @@ class EvaluationForms:
         likely = self.met.get(described)
         order = self.kept if likely is None else [likely, *self.kept]
         for form in order:
-            if form.around == around and form.fits(call, tensors) and _goes_on(form, named, buffers):
+            fits = form.around == around and form.fits(call, tensors) and form.captured.tried_for(tensors)
+            if fits and _goes_on(form, named, buffers):
                 if len(self.met) >= MOST_DESCRIBED:
                     self.met.clear()
                 self.met[described] = form

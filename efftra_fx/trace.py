@@ -74,7 +74,16 @@ class Captured:
     flags: tuple[Any, ...] = ()
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
-    aligned: bool = False  # joined of what two numbers of rows gave, so that others are to be tried
+    most_rows: int = 0  # of a graph joined of what two numbers of rows gave: up to how many it is tried; 0 for any
+
+    @property
+    def aligned(self) -> bool:
+        """Say whether it was joined of what two numbers of rows gave, so that others are to be tried."""
+        return self.most_rows > 0
+
+    def tried_for(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether a batch has no more rows than the graph was tried with."""
+        return not self.aligned or _rows_of(tensors, self.batch_leaves) <= self.most_rows
 
     @cached_property
     def seldom(self) -> frozenset[str]:
@@ -184,18 +193,27 @@ class _Attempt:
         exported = self.exported(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = plain_graph(exported, step, asked)
-        if self.want == "loss":
-            _refuse_least_rows(gm, self.batch_leaves)
+        _refuse_least_rows(gm, self.batch_leaves)
         tree = trees[-1] if trees else None
-        symbolic, aligned = _is_symbolic(gm, self.batch_leaves), False
+        symbolic, most_rows = _is_symbolic(gm, self.batch_leaves), 0
         if not symbolic and not self.moving:
             gm, found = self.aligned(step, gm, found, guards)
-            symbolic = aligned = _is_symbolic(gm, self.batch_leaves)
+            symbolic = _is_symbolic(gm, self.batch_leaves)
+            most_rows = 2 * _rows_of(self.tensors, self.batch_leaves) if symbolic else 0
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
         flags = self.flags
         return Captured(
-            gm, self.call, self.batch_leaves, symbolic, tree, found, opaque, flags, whole_loss=reason, aligned=aligned
+            gm,
+            self.call,
+            self.batch_leaves,
+            symbolic,
+            tree,
+            found,
+            opaque,
+            flags,
+            whole_loss=reason,
+            most_rows=most_rows,
         )
 
     def exported(
@@ -261,13 +279,17 @@ class _Attempt:
         return whole, found
 
 
+def _rows_of(tensors: Sequence[Tensor], batch_leaves: Sequence[int | None]) -> int:
+    return next((t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None), 0)
+
+
 def _refuse_least_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> None:
     """Raise CaptureError where the graph holds only from a number of rows on which a part may not have."""
     for node, dim in zip(inputs_of(gm), batch_leaves, strict=True):
         size = node.meta["val"].shape[dim] if dim is not None else None
         least = private.least_size(size) if isinstance(size, torch.SymInt) and not size.node.expr.is_number else 0
         if least > 2:
-            raise NotCapturedError(
+            raise CountsRowsError(
                 f"the model cannot be captured as a graph: it takes at least {least} rows, and a part of the batch may "
                 "have fewer; select by a mask in place of a number of rows"
             )

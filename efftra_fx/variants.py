@@ -63,6 +63,9 @@ def choose(
         if moved is not None:
             reason = moved
             continue
+        if not built.front.captured.tried_for(tensors):
+            reason = "the model takes the number of rows into Python, and was tried with fewer rows"
+            continue
         line = broken_guard(built.front, call, tensors, buffers)
         if line is None:
             return index

@@ -20,6 +20,8 @@ COUNTING: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "halves of the batch": lambda m, h: torch.cat([h[: len(h) // 2] * 2, h[len(h) // 2 :]]),
     "the best third": lambda m, h: h + h.topk(max(1, len(h) // 3), 0).values.mean(0),
     "a root of their number": lambda m, h: h / math.sqrt(len(h)),
+    "a branch far from the example": lambda m, h: h.reshape(len(h), -1) * (2 if len(h) > 20 else 1),
+    "a least number of rows": lambda m, h: torch.where(h[:, :1] > 0, h, h[:4].mean(0)),
 }
 
 
@@ -28,7 +30,7 @@ def test_a_model_that_counts_rows_is_that_of_one_device_for_any_number_of_them(n
     torch.manual_seed(3)
     model = Net(COUNTING[name]).double()
     program = compiled(Habit(model, (features(),), classes(), cross_entropy), replicas=(2,), micro_batches=2)
-    for rows in (ROWS, 4, 12):
+    for rows in (ROWS, 4, 12, 25, 50):
         x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randint(0, 3, (rows,))
         later = Habit(model, (x,), y, cross_entropy)
         assert_same(step(program, later), one_device(later), 1e-9)
