@@ -129,7 +129,6 @@ APART: dict[str, Way] = {
     "in order": in_order,
     "masked": masked,
     "less the largest": lambda m, h: (h - h.max()).softmax(-1),
-    "a ratio": lambda m, h: (h - h.max()).exp() / (h - h.max()).exp().sum(-1, keepdim=True),
     "nothing is late": lambda m, h: h + late(h).softmax(-1) + late(h).cumsum(1),
     "windows": lambda m, h: (
         late(h).contiguous().as_strided((len(h), 2, WIDTH // 2), (WIDTH, WIDTH // 2, 1)).sum(1).repeat(1, 2) + h
