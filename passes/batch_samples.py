@@ -58,6 +58,7 @@ class Example:
     counted: AbstractSet[fx.Node]
     fixed: AbstractSet[fx.Node]
     partly: Mapping[fx.Node, Tensor]
+    places: Mapping[fx.Node, int]  # in the graph: names go on counting from one capture to the next
 
     @property
     def rows(self) -> int:
@@ -77,7 +78,8 @@ def example_of(
     reading: AbstractSet[fx.Node],
 ) -> Example:
     """Return what is known of the example; `reading` are the nodes that read rows."""
-    return Example(whole, parts, tuple(sizes), _only_counted(gm), _fixed(gm), _partly(gm, whole, reading))
+    places = {node: place for place, node in enumerate(gm.graph.nodes)}
+    return Example(whole, parts, tuple(sizes), _only_counted(gm), _fixed(gm), _partly(gm, whole, reading), places)
 
 
 class Sample:
@@ -138,7 +140,7 @@ class Sample:
     def drawn(self, node: fx.Node) -> Values:
         split = BATCH[node]
         actual, (*own,) = self.example.values(node)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.number} {node.name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.number} {self.example.places[node]}".encode()))
         if split.kind == "sum":
             sizes = zip(own, self.reach[[*self.starts]], strict=True)
             pieces = [self.numbers(node, p, generator, None) * (10.0**reach).to(p.dtype) for p, reach in sizes]

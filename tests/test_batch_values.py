@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from against_eager import assert_matches, compiled, one_device, step
 from habits import WIDTH, Habit, Net, classes, cross_entropy, features, plain
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from efftra_fx import CompiledModel
+from efftra_fx.passes.batch_evaluate import Recorder
 
 HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a dead unit, turned round": lambda m, h: h + torch.relu(h - 2).flip(0),
@@ -126,3 +127,14 @@ def test_what_runs_as_it_is_is_told_of_the_batch_where_it_may_feel_it(module: ty
     habit.model.watch = watch
     program = assert_matches(habit)
     assert linear(program) == apart
+
+
+def test_what_lies_in_memory_by_chance_tells_nothing() -> None:
+    gm = fx.symbolic_trace(lambda x: torch.ops.aten.new_empty.default(x, [2, 3]))
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    recorder = Recorder(gm)
+    for _ in range(3):
+        junk = [torch.full((2, 3), 7.0, dtype=torch.float64) for _ in range(50)]
+        del junk
+        value = recorder.compute(node, {node.args[0]: torch.ones(2, dtype=torch.float64)})
+        assert torch.equal(value, torch.zeros(2, 3, dtype=torch.float64))
