@@ -46,6 +46,7 @@ class Varying:
         """Say whether a batch differs from the example in rows and these dimensions alone, and the trace allows it."""
         return (
             self.captured.flags == flags
+            and self.captured.tried_for(tensors)
             and difference(self.captured.call, call) is None
             and moving_dims(self.example, tensors, self.captured.batch_leaves, self.moving) is not None
             and self.holds(tensors)
@@ -142,7 +143,7 @@ class Traces:
 
     def join(self, call: Call, captured: Captured, tensors: Sequence[Tensor], forms: Sequence[Form]) -> None:
         """Make one trace for all sizes of two forms that differ in numbers alone, where the model fixes the sizes."""
-        for before, example in forms:
+        for before, example in reversed(forms):  # the latest was tried with the most rows
             moving = _moving_among(call, tensors, captured.flags, [(before, example)])
             reason = self.fixed.get(moving) if moving is not None else None
             if moving is None or reason is None:
