@@ -29,7 +29,6 @@ from efftra_fx.build import (
     measured_chain,
     place,
     stage_times,
-    used_buffers,
 )
 from efftra_fx.calls import every_rank
 from efftra_fx.check import (
@@ -65,7 +64,7 @@ from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
-from efftra_fx.replicas import is_time, note_of_idle, same_replicas
+from efftra_fx.replicas import ReplicaWatch, same_replicas
 from efftra_fx.request import check_optimizer, check_subjects, read_examples, read_options
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
@@ -225,7 +224,7 @@ class CompiledModel(NotAModule):
         self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations = EvaluationForms()
         self._written = Writers()
-        self._steps, self._noted = 0, dict[str, int]()  # steps taken, and the parameters' versions after the first
+        self._watch = ReplicaWatch()
         self._number, self._place = next(_NUMBERS), 0
 
     @cached_property
@@ -394,14 +393,13 @@ class CompiledModel(NotAModule):
         scale = 1.0 if scaler is None else scale_of(scaler)
         form, batch = self._batch(args, kwargs, target, "" if scaler is None else f", scaled by {scale:g}")
         self._take_turn(self.world)
-        self._look_at_others()
+        self._watch.before_step(self.built, self.world, self._parameters)
         front, back = self._forms[form].front, self._forms[form].back
         joined = front.tail.random or (front.news is not None and front.news.tail.random)
         seed = self._seed(front.alone is not None or joined, back.random)
         results = self._run(form, batch, seed, scale)
         self._add_gradients(results, front.captured.seldom)
-        if self._steps == 1:
-            self._noted = self._versions()
+        self._watch.after_step(self._parameters)
         if scaler is not None:
             share_overflow(self.parameters(), self.world, self._stand_in)
         if self.optimizer is not None:
@@ -412,24 +410,6 @@ class CompiledModel(NotAModule):
                 scaler.update()
             self.optimizer.zero_grad()
         return _loss(results)
-
-    def _look_at_others(self) -> None:
-        """Find, from time to time, that only some ranks have updated what all should; a collective call."""
-        if self._steps == 1:
-            note = note_of_idle(self._updated(), self.world)
-            if note is not None and self.world.first:
-                print(f"efftra_fx: {note}", file=sys.stderr)
-        if is_time(self._steps):
-            same_replicas(self.built, self.world)
-        self._steps += 1
-
-    def _versions(self) -> dict[str, int]:
-        return {name: p._version for name, p in self._parameters.items() if p.requires_grad and p.grad is not None}
-
-    def _updated(self) -> bool | None:
-        if not self._noted:
-            return None
-        return any(self._parameters[name]._version != version for name, version in self._noted.items())
 
     def _seed(self, alike: bool, random: Sequence[bool]) -> int:
         """Draw the seed of a step; a model that draws nothing leaves the caller's random state alone.
@@ -517,7 +497,7 @@ class CompiledModel(NotAModule):
         if self._forms[form].front.alone is not None:
             batch = self._with_keys(batch, seed)
         refresh_copies(self.built)
-        self._written.bring(self.built, used_buffers(self._forms[form]), self.world)
+        self._written.bring(self.built, self._forms[form].buffers, self.world)
 
         def work(transport: Transport) -> Turns[tuple[int, StepResult]]:
             result = yield from executors[transport.rank].run(batch, seed, scale)
@@ -801,7 +781,7 @@ class CompiledModel(NotAModule):
         times: list[float] = []
         results: dict[int, StepResult] = {}
         form, batch = self._batch(args, kwargs, target)
-        self._written.bring(self.built, used_buffers(self._forms[form]), self.world)
+        self._written.bring(self.built, self._forms[form].buffers, self.world)
         before = {rank: {n: b.clone() for n, b in t.buffers.items()} for rank, t in self.built.tensors.items()}
         for _ in range(repeats):
             begin = time.perf_counter()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -25,8 +25,10 @@ from efftra_fx.passes.measure import cache_file, load_costs, save_costs
 from efftra_fx.passes.planned import Planned
 from efftra_fx.passes.shard_code import MeetingCode, MeetingForward, local_example, meeting_code
 from efftra_fx.passes.shard_cuts import Placement
+from efftra_fx.passes.split import StageGraph
 from efftra_fx.passes.stage_code import Flags, ForwardCode, TrainingCode, example_of, stage_code
 from efftra_fx.passes.stage_compile import check_backend
+from efftra_fx.passes.tail import Tail
 from efftra_fx.passes.tail_code import NewsFunction, TailFunction
 from efftra_fx.plan import Plan
 from efftra_fx.plan_choice import candidate_widths, choose_plan, cost_chain, cost_widths, promising_widths
@@ -53,6 +55,12 @@ class Built:
     values: dict[str, Value]
     shapes: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # by rank, by parameter; "" is the loss
     codes: dict[Any, StageFunctions]
+
+    @cached_property
+    def buffers(self) -> dict[str, frozenset[int]]:
+        """The stages that read or write each buffer; -1 for every rank."""
+        news = self.front.news
+        return used_buffers([self.front.tail, *([] if news is None else [news.tail])], self.back.stages)
 
     def shares(self, rank: int) -> dict[str, Share]:
         """Return which shares of which parameters a rank holds; those that it holds whole are left out."""
@@ -246,18 +254,17 @@ def written_buffers(back: Back) -> dict[str, tuple[int, int]]:
     return {name: (index, stage.devices[0]) for index, (graph, stage) in stages for name in graph.buffers}
 
 
-def used_buffers(built: Built) -> dict[str, frozenset[int]]:
-    """Return the stages that read or write each buffer; -1 for every rank."""
+def used_buffers(tails: Iterable[Tail], stages: Sequence[StageGraph]) -> dict[str, frozenset[int]]:
+    """Return the stages that read or write each buffer; -1 for every rank, which computes the tails."""
     found: dict[str, set[int]] = {}
-    news = built.front.news
-    for tail in (built.front.tail, *(() if news is None else (news.tail,))):
+    for tail in tails:
         for node in tail.gm.graph.nodes:
             if node.op == "placeholder" and ROLE[node].kind == "buffer":
                 found.setdefault(ROLE[node].name, set()).add(-1)
-    for index, graph in enumerate(built.back.stages):
+    for index, graph in enumerate(stages):
         for name in (*graph.buffers, *(role.name for role in graph.roles if role.kind == "buffer")):
             found.setdefault(name, set()).add(index)
-    return {name: frozenset(stages) for name, stages in found.items()}
+    return {name: frozenset(places) for name, places in found.items()}
 
 
 def _check_cut(front: Front, back: Back) -> None:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.errors import CaptureError
-from efftra_fx.example import other_batches, rows_of
-from efftra_fx.opaque import OtherSizesError
+from efftra_fx.example import other_batches
 from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.python_state import PythonState
-from efftra_fx.signature import Call
+from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture
-from efftra_fx.trace_check import DoesNotRunError, check_capture, on_few_or_all
+from efftra_fx.trace_check import check_capture, first_apart, on_few_or_all
 
 
 def capture_step(
@@ -82,19 +81,16 @@ def capture_step(
 
     def check_other_rows(found: Captured) -> None:
         """Raise CountsRowsError where the graph is not the model for other numbers of rows than the example's."""
-        rows = rows_of(tensors, dims)
-        for batch in (small, *(other_batches(tensors, dims) if found.aligned else ())):
-            try:
-                check_capture(model, found, batch, loss_fn)
-            except (DoesNotRunError, OtherSizesError):
-                continue
-            except CaptureError as error:
-                place = re.search(r' at (File "[^"]+", line \d+)', str(error))
-                raise CountsRowsError(
-                    f"the model cannot be captured as a graph: it computes something else for {rows_of(batch, dims)} "
-                    f"rows than what {rows} rows show{f' at {place[1]}' if place else ''}; let no branch or rounded "
-                    "number depend on how many rows there are"
-                ) from error
+        batches = [small, *(other_batches(tensors, dims) if found.aligned else ())]
+        apart = first_apart(lambda rows: check_capture(model, found, rows, loss_fn), batches)
+        if apart is None:
+            return
+        place = re.search(r' at (File "[^"]+", line \d+)', str(apart[1]))
+        raise CountsRowsError(
+            f"the model cannot be captured as a graph: it computes something else for {rows_of(apart[0], dims)} "
+            f"rows than what {rows_of(tensors, dims)} rows show{f' at {place[1]}' if place else ''}; let no branch or "
+            "rounded number depend on how many rows there are"
+        ) from apart[1]
 
     counts_rows = False
     try:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.build import connections, tensor_group
+from efftra_fx.build import connections, tensor_group, used_buffers
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_graph
 from efftra_fx.errors import CaptureError, InputError
-from efftra_fx.example import find_batch, model_tensors, other_batches, proof_inputs, rows_of
+from efftra_fx.example import find_batch, model_tensors, other_batches, proof_inputs
 from efftra_fx.front_end import copy_graph
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
-from efftra_fx.opaque import OtherSizesError
 from efftra_fx.passes.batch import ProveBatch
 from efftra_fx.passes.batch_again import ProveAgain
 from efftra_fx.passes.batch_evaluate import is_random
@@ -39,9 +39,9 @@ from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
-from efftra_fx.signature import Call, difference
+from efftra_fx.signature import Call, difference, rows_of
 from efftra_fx.trace import Captured, capture, surroundings_of
-from efftra_fx.trace_check import DoesNotRunError, check_output, on_few_or_all
+from efftra_fx.trace_check import check_output, first_apart, on_few_or_all
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
@@ -78,15 +78,10 @@ class Evaluation:
             line for gm in (*(s.gm for s in self.stages), self.tail.gm) for line in print_graph(gm, "").splitlines()
         ]
 
-    @property
+    @cached_property
     def buffers(self) -> dict[str, frozenset[int]]:
         """The stages that read each buffer; -1 for every rank, which put the output together."""
-        found: dict[str, set[int]] = {}
-        for index, graph in ((-1, self.tail.gm), *enumerate(stage.gm for stage in self.stages)):
-            for node in graph.graph.nodes:
-                if node.op == "placeholder" and ROLE[node].kind == "buffer":
-                    found.setdefault(ROLE[node].name, set()).add(index)
-        return {name: frozenset(stages) for name, stages in found.items()}
+        return used_buffers([self.tail], self.stages)
 
 
 def compile_evaluation(
@@ -168,9 +163,11 @@ def _captured(
         except CaptureError as error:
             problem = str(error)
     captured = capture(model, call, whole, dims, want="output")
-    if captured.aligned and captured.guards is None and _counts_rows(model, captured, small, whole, dims):
-        reason = "it computes something else for other numbers of rows"
-        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
+    if captured.aligned and captured.guards is None:
+        batches, graph = [small, *other_batches(whole, dims)], captured
+        if first_apart(lambda rows: check_output(model, graph, rows), batches) is not None:
+            reason = "it computes something else for other numbers of rows"
+            captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
     if not captured.symbolic:
         raise CaptureError(
             "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
@@ -187,24 +184,6 @@ def _captured(
 def _checked(model: nn.Module, captured: Captured, small: Sequence[Tensor], whole: Sequence[Tensor]) -> Captured:
     few = whole if captured.guards is not None else small
     return replace(captured, python=on_few_or_all(lambda rows: check_output(model, captured, rows), few, whole))
-
-
-def _counts_rows(
-    model: nn.Module,
-    captured: Captured,
-    small: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    dims: Sequence[int | None],
-) -> bool:
-    """Say whether the model computes something else for other numbers of rows than the graph does."""
-    for batch in (small, *other_batches(tensors, dims)):
-        try:
-            check_output(model, captured, batch)
-        except (DoesNotRunError, OtherSizesError):
-            continue
-        except CaptureError:
-            return True
-    return False
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.errors import BatchError, InputError
 from efftra_fx.meta import CONSTANTS
-from efftra_fx.signature import Call
+from efftra_fx.signature import Call, rows_of
 
 _PROOF_ROWS = 3
 
@@ -52,11 +52,6 @@ def find_batch(
         else:
             dims.append(0 if value.ndim and value.shape[0] == rows else None)
     return rows, tuple(dims)
-
-
-def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
-    """Return the number of rows of tensors that have them along these dimensions."""
-    return next(t.shape[d] for t, d in zip(tensors, dims, strict=False) if d is not None)
 
 
 def other_batches(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Iterator[list[Tensor]]:

@@ -14,7 +14,7 @@ from efftra_fx.captured_step import capture_step
 from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import BatchError, InputError, LossError
-from efftra_fx.example import find_batch, model_tensors, proof_inputs, rows_of
+from efftra_fx.example import find_batch, model_tensors, proof_inputs
 from efftra_fx.front_notes import buffer_notes, norm_notes, opaque_notes, python_notes, sparse_notes
 from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
@@ -32,7 +32,7 @@ from efftra_fx.passes.shapes import AnnotateShapes
 from efftra_fx.passes.synced import is_synced
 from efftra_fx.passes.tail import split_tail
 from efftra_fx.program import Load, RankProgram, micro_batch_rows
-from efftra_fx.signature import Call, describe, difference
+from efftra_fx.signature import Call, describe, difference, rows_of
 from efftra_fx.trace import Captured
 from efftra_fx.trace_check import check_capture
 

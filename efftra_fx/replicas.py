@@ -9,8 +9,11 @@ is saved; that costs a pass over these parameters.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from efftra_fx.alike import fingerprint
 from efftra_fx.build import Built
@@ -18,6 +21,36 @@ from efftra_fx.errors import InputError
 from efftra_fx.runtime.transport import describe
 from efftra_fx.state import share_name
 from efftra_fx.world import World
+
+
+class ReplicaWatch:
+    """Find, from time to time, that only some ranks have updated what all should."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.versions: dict[str, int] = {}  # of the parameters that had a gradient after the first step
+
+    def before_step(self, built: Built, world: World, parameters: Mapping[str, Tensor]) -> None:
+        """Look, where it is time to; a collective call."""
+        if self.steps == 1:
+            note = note_of_idle(self.updated(parameters), world)
+            if note is not None and world.first:
+                print(f"efftra_fx: {note}", file=sys.stderr)
+        if is_time(self.steps):
+            same_replicas(built, world)
+        self.steps += 1
+
+    def after_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Note what an optimizer has to do after the first step."""
+        if self.steps == 1:
+            trained = {n: p for n, p in parameters.items() if p.requires_grad and p.grad is not None}
+            self.versions = {name: parameter._version for name, parameter in trained.items()}
+
+    def updated(self, parameters: Mapping[str, Tensor]) -> bool | None:
+        """Say whether any parameter was updated after the first step; None where none was to be."""
+        if not self.versions:
+            return None
+        return any(parameters[name]._version != version for name, version in self.versions.items())
 
 
 def is_time(steps: int) -> bool:

@@ -209,3 +209,15 @@ def distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         result.append(tensor.clone() if id(tensor) in seen else tensor)
         seen.add(id(tensor))
     return tuple(torch.Tensor.detach(t) for t in result)
+
+
+def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
+    """Return the number of rows of tensors that have them along these dimensions."""
+    return next(t.shape[d] for t, d in zip(tensors, dims, strict=False) if d is not None)
+
+
+def take_rows(tensors: Sequence[Tensor], dims: Sequence[int | None], part: slice) -> list[Tensor]:
+    """Return the tensors with only the rows of a part; those without a batch dimension stay whole."""
+    return [
+        t if d is None else t.narrow(d, part.start, part.stop - part.start) for t, d in zip(tensors, dims, strict=True)
+    ]

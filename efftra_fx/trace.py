@@ -48,7 +48,7 @@ from efftra_fx.opaque import is_opaque
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
 from efftra_fx.python_state import PythonUse
-from efftra_fx.signature import Call, distinct
+from efftra_fx.signature import Call, distinct, rows_of, take_rows
 from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_of
 
 
@@ -83,7 +83,7 @@ class Captured:
 
     def tried_for(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether a batch has no more rows than the graph was tried with."""
-        return not self.aligned or _rows_of(tensors, self.batch_leaves) <= self.most_rows
+        return not self.aligned or rows_of(tensors, self.batch_leaves) <= self.most_rows
 
     @cached_property
     def seldom(self) -> frozenset[str]:
@@ -199,7 +199,7 @@ class _Attempt:
         if not symbolic and not self.moving:
             gm, found = self.aligned(step, gm, found, guards)
             symbolic = _is_symbolic(gm, self.batch_leaves)
-            most_rows = 2 * _rows_of(self.tensors, self.batch_leaves) if symbolic else 0
+            most_rows = 2 * rows_of(self.tensors, self.batch_leaves) if symbolic else 0
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
         flags = self.flags
@@ -248,9 +248,7 @@ class _Attempt:
             return gm, found
         graphs, guards = [], []
         for count in (rows, rows - 1):
-            part = [
-                t if d is None else t.narrow(d, 0, count) for t, d in zip(self.tensors, self.batch_leaves, strict=True)
-            ]
+            part = take_rows(self.tensors, self.batch_leaves, slice(0, count))
             exported = self.exported(step, tuple(part), [None] * len(part))
             graph, guard = plain_graph(exported, step, asked[-1] if asked else [])
             graphs.append(graph)
@@ -277,10 +275,6 @@ class _Attempt:
         whole, _ = plain_graph(exported, again, [])
         keep_places(one, whole)
         return whole, found
-
-
-def _rows_of(tensors: Sequence[Tensor], batch_leaves: Sequence[int | None]) -> int:
-    return next((t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None), 0)
 
 
 def _refuse_least_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> None:
@@ -350,35 +344,26 @@ def _reason(why: str) -> str:
 
 def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Answers, Watches]:
     """Run the eager model on the example, and on a smaller batch; leave buffers and random state as they were."""
-    sizes = {t.shape[d] for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True) if d is not None}
-    rows = min(sizes, default=1)
-    smaller = [
-        t if d is None else t.narrow(d, 0, max(1, rows - 1))
-        for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
-    ]
-    step = _eager(attempt)
+    rows, step = rows_of(attempt.tensors, attempt.batch_leaves), _eager(attempt)
     watches, halves = (Watch(kept), Watch(kept)), (Watch(kept), Watch(kept))
     answers = Answers()
+
+    def run(part: slice) -> None:
+        step.result([t.clone() for t in take_rows(attempt.tensors, attempt.batch_leaves, part)])
+
     with _state_kept(attempt):
         with watches[0].on(), answers.recording(), _own_code(attempt):
-            step.result([t.clone() for t in attempt.tensors])
+            run(slice(0, rows))
         with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
-            step.result([t.clone() for t in smaller])
+            run(slice(0, max(1, rows - 1)))
         try:
             for watch, part in zip(halves, (slice(0, rows // 2), slice(rows // 2, rows)), strict=True):
-                with watch.on():
-                    step.result(_part(attempt, part))
+                if kept:
+                    with watch.on():
+                        run(part)
         except Exception:  # a half may be too small for the model
             return answers, (*watches, None)
     return answers, (*watches, halves)
-
-
-def _part(attempt: _Attempt, rows: slice) -> list[Tensor]:
-    """Return the example's tensors with only some rows."""
-    return [
-        t.clone() if d is None else t.narrow(d, rows.start, rows.stop - rows.start).clone()
-        for t, d in zip(attempt.tensors, attempt.batch_leaves, strict=True)
-    ]
 
 
 def _eager(attempt: _Attempt) -> Step:

@@ -7,7 +7,7 @@ catches what a tracer loses without a word: the backward of a custom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +146,20 @@ def on_few_or_all(
         except (DoesNotRunError, OtherSizesError) as error:
             problem = error
     raise CaptureError(str(problem)) from problem.__cause__
+
+
+def first_apart(
+    check: Callable[[Sequence[Tensor]], PythonUse], batches: Iterable[Sequence[Tensor]]
+) -> tuple[Sequence[Tensor], CaptureError] | None:
+    """Return the first batch for which a check fails, and how; one that the user's code does not take is left out."""
+    for batch in batches:
+        try:
+            check(batch)
+        except (DoesNotRunError, OtherSizesError):
+            continue
+        except CaptureError as error:
+            return batch, error
+    return None
 
 
 @contextmanager

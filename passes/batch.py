@@ -22,26 +22,25 @@ from torch import Tensor, fx
 
 from efftra_fx.meta import BATCH, FREE, OUTPUTS, REDUCED, ROLE, Split
 from efftra_fx.opaque import needs_whole_batch
+from efftra_fx.signature import rows_of, take_rows
 
 from .adding import adds_up
 from .batch_backward import mixing_backwards
-from .batch_evaluate import NOT_ALONE, Recorder, evaluate, evaluate_nodes, is_random, moved, take_rows
+from .batch_evaluate import EMPTY, NOT_ALONE, Recorder, evaluate, evaluate_nodes, is_random, moved
 from .batch_opaque import deciding_together, operands_of_opaque
 from .batch_relation import relation
 from .batch_values import mixing_with_other_values
 
 _MOST_ROWS = 16
-_SHAPE_ONLY = frozenset(
+_SHAPE_ONLY = EMPTY | frozenset(
     {
         torch.ops.aten.sym_size.int,
         torch.ops.aten.zeros_like.default,
         torch.ops.aten.ones_like.default,
         torch.ops.aten.full_like.default,
-        torch.ops.aten.empty_like.default,
         torch.ops.aten.new_zeros.default,
         torch.ops.aten.new_ones.default,
         torch.ops.aten.new_full.default,
-        torch.ops.aten.new_empty.default,
     }
 )
 _LIKE_ANOTHER = frozenset(
@@ -83,7 +82,7 @@ class ProveBatch:
                 raise
             inputs = self.every
             whole = evaluate_nodes(gm, values, inputs)
-        rows = next(t.shape[d] for t, d in zip(inputs, self.batch_leaves, strict=True) if d is not None)
+        rows = rows_of(inputs, self.batch_leaves)
         mark_free(gm)
         reading = reads_rows(gm, self.batch_leaves)
         alike, refused = self.rows_alike(gm, inputs), set[fx.Node]()
@@ -129,7 +128,7 @@ class ProveBatch:
         if not read:
             return set()
         inputs = self.every or self.inputs
-        rows = next(t.shape[d] for t, d in zip(inputs, self.batch_leaves, strict=True) if d is not None)
+        rows = rows_of(inputs, self.batch_leaves)
         if self.every and rows > _MOST_ROWS:
             rows = _MOST_ROWS
             inputs = take_rows(inputs, self.batch_leaves, slice(0, rows))

@@ -16,10 +16,11 @@ from torch import Tensor, fx
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, REDUCED, Split
 from efftra_fx.opaque import is_opaque
+from efftra_fx.signature import rows_of, take_rows
 
 from .adding import adds_up
 from .batch import reads_rows
-from .batch_evaluate import Recorder, evaluate_nodes, is_random, moved, take_rows
+from .batch_evaluate import Recorder, evaluate_nodes, is_random, moved
 from .batch_evidence import differs, feels, read_by
 from .batch_relation import relation
 
@@ -45,7 +46,7 @@ class ProveAgain:
         doubtful, dims = _after_mixed(gm), self.batch_leaves
         if not doubtful or not self.inputs:
             return gm
-        rows = next(t.shape[d] for t, d in zip(self.inputs, dims, strict=True) if d is not None)
+        rows = rows_of(self.inputs, dims)
         if rows < 2:
             return gm
         rows = min(rows, _MOST_ROWS)

@@ -22,7 +22,7 @@ from .means import argument
 from .slices import draws
 
 NOT_ALONE = (RuntimeError, IndexError, ValueError, OtherSizesError)  # what says that a part cannot be computed alone
-_EMPTY = frozenset(
+EMPTY = frozenset(
     {
         torch.ops.aten.empty.memory_format,
         torch.ops.aten.empty_like.default,
@@ -32,14 +32,6 @@ _EMPTY = frozenset(
     }
 )
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def take_rows(inputs: Sequence[Tensor], batch_leaves: Sequence[int | None], part: slice) -> list[Tensor]:
-    """Return the inputs with only the rows of a part; inputs without a batch dimension stay whole."""
-    return [
-        t if d is None else t.narrow(d, part.start, part.stop - part.start)
-        for t, d in zip(inputs, batch_leaves, strict=True)
-    ]
 
 
 def is_random(node: fx.Node) -> bool:
@@ -136,7 +128,7 @@ class Recorder(fx.Interpreter):
                 raise OtherSizesError(f"{node.name} must see the whole batch")
         if is_batch_statistics(node):
             return _without_statistics(args)
-        if node.target in _EMPTY:  # what lies in memory by chance would decide how values follow the rows
+        if node.target in EMPTY:  # what lies in memory by chance would decide how values follow the rows
             return torch.zeros_like(node.target(*args, **kwargs))
         if is_random(node):
             return self._calm(node, args, kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH, Split
 
-from .batch_relation import close
+from .batch_relation import close, one_number
 
 Compute = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
 _FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, CaptureError)
@@ -25,7 +25,7 @@ _FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, 
 def differs(whole: Tensor, others: Sequence[Tensor], follows: set[Split]) -> bool:
     """Say whether a value of the whole is seen to be another one than those of parts, which it `follows` like this."""
     numbers = [whole, *others]
-    if all(map(_one_number, numbers)):  # the same, however many times
+    if all(map(one_number, numbers)):  # the same, however many times
         numbers = [t.flatten()[:1] for t in numbers if t.numel()]
     alike = all(close(numbers[0], other) for other in numbers[1:])
     return not alike and {split.kind for split in follows} != {"rows"}
@@ -65,13 +65,9 @@ def shaken(tensor: Tensor) -> Tensor:
         return tensor + (0.02 * scale * (noise + 0.25)).to(tensor.dtype)
     if tensor.dtype is torch.bool:
         return ~tensor if tensor.numel() == 1 else noise > 0.5
-    if _one_number(tensor):
+    if one_number(tensor):
         return tensor + (noise > 0.5).to(tensor.dtype)
     return tensor.flatten()[noise.flatten().argsort()].view(tensor.shape)
-
-
-def _one_number(tensor: Tensor) -> bool:
-    return tensor.numel() < 2 or bool((tensor == tensor.flatten()[0]).all())
 
 
 def _value(compute: Compute, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

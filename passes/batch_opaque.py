@@ -24,8 +24,10 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.meta import BATCH
 from efftra_fx.opaque import is_opaque, needs_whole_batch, run_without_chance
 
+from .batch_relation import close
+
 _FAILS = (RuntimeError, IndexError, ValueError, TypeError, KeyError, ArithmeticError, AssertionError, CaptureError)
-_TOLERANCE = 1e-9
+_NARROW_TOLERANCE = 1e-4  # of what computes in single precision, in one order for a row and in another for many
 _EXTREMES = (0.0, 1e9, -1e9)
 _ANY = frozenset({"any", "gt", "ge", "ne"})  # true for some rows: true for more
 _ALL = frozenset({"all", "lt", "le", "eq"})
@@ -193,13 +195,7 @@ def _same(node: fx.Node, one: Sequence[Tensor], other: Sequence[Tensor]) -> bool
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    tolerance = _TOLERANCE if a.dtype in (torch.float64, torch.complex128) else 1e-4
-    scale = float(b[torch.isfinite(b)].abs().max()) if bool(torch.isfinite(b).any()) else 0.0
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * max(scale, 1e-12), equal_nan=True)
+    return close(a, b) if a.dtype in (torch.float64, torch.complex128) else close(a, b, _NARROW_TOLERANCE)
 
 
 __all__ = ["deciding_together", "operands_of_opaque"]

@@ -40,8 +40,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def close(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors are equal to rounding; what is no number must stand in the same places."""
+def close(a: Tensor, b: Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Say whether two tensors are equal to rounding of the largest; what is no number must stand in the same places."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -50,11 +50,16 @@ def close(a: Tensor, b: Tensor) -> bool:
         return True
     difference = (a - b).abs().max()
     if bool(torch.isfinite(difference)):
-        return bool(difference <= _TOLERANCE * b.abs().max().clamp(min=1e-12))
+        return bool(difference <= tolerance * b.abs().max().clamp(min=1e-12))
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)) or not torch.equal(a[~finite].isnan(), b[~finite].isnan()):
         return False
     if not bool(finite.any()):
         return True
     scale = b[finite].abs().max()
-    return bool((a[finite] - b[finite]).abs().max() <= _TOLERANCE * scale.clamp(min=1e-12))
+    return bool((a[finite] - b[finite]).abs().max() <= tolerance * scale.clamp(min=1e-12))
+
+
+def one_number(tensor: Tensor) -> bool:
+    """Say whether all elements of a tensor are the same number."""
+    return tensor.numel() < 2 or bool((tensor == tensor.flatten()[0]).all())

@@ -23,7 +23,7 @@ from efftra_fx.meta import BATCH, REDUCED
 from efftra_fx.opaque import is_opaque
 
 from .batch_evaluate import is_random
-from .batch_relation import close, relation
+from .batch_relation import close, one_number, relation
 from .batch_samples import FAILS, UNKNOWN, Compute, Example, Sample, Values, example_of, is_several, samples
 
 
@@ -220,10 +220,7 @@ def _tells(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.numel() < 2 or value.is_complex():
-        return False
-    least, most = (value.long() if value.dtype is torch.bool else value).aminmax()
-    return bool(least == most)
+    return isinstance(value, Tensor) and value.numel() > 1 and not value.is_complex() and one_number(value)
 
 
 __all__ = ["mixing_with_other_values"]

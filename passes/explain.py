@@ -105,15 +105,14 @@ def other_depths(plan: Plan, chain: Chain, cluster: Cluster, rows: int, fixed: d
 
 def about_depths(planned: Planned, depths: Sequence[Alternative]) -> list[str]:
     """What the best plans of other numbers of stages would take."""
-    return [
-        f"  {one.label}: "
-        + (
-            "does not fit the memory"
-            if one.plan is None
-            else f"{milli(one.step_s)} ms ({share(one.step_s, planned.step_s):+.1%})"
-        )
-        for one in depths
-    ]
+    lines = []
+    for one in depths:
+        if one.plan is None:
+            lines.append(f"  {one.label}: does not fit the memory")
+            continue
+        fixed = ", but not with what was fixed" if one.step_s < planned.step_s else ""
+        lines.append(f"  {one.label}: {milli(one.step_s)} ms ({share(one.step_s, planned.step_s):+.1%}){fixed}")
+    return lines
 
 
 def explain_given(plan: Plan, figures: Figures, chain: Chain, cluster: Cluster, rows: int, rules: Rules) -> Explained:

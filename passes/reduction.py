@@ -20,9 +20,9 @@ from torch import Tensor, fx
 from efftra_fx.errors import LossError
 from efftra_fx.meta import BATCH, OUTPUTS, REDUCED, ROLE
 from efftra_fx.opaque import make_operator
-from efftra_fx.signature import Call
+from efftra_fx.signature import Call, rows_of, take_rows
 
-from .batch_evaluate import evaluate_some, take_rows
+from .batch_evaluate import evaluate_some
 from .insert import batch_symbols, call, size_node
 from .tail import is_separable
 
@@ -125,7 +125,7 @@ class SettleReduction:
 
     def _check(self, gm: fx.GraphModule, node: fx.Node, problem: str) -> None:
         """Raise LossError unless a value of the whole example is the sum of its parts', wherever the parameters are."""
-        rows = next(t.shape[d] for t, d in zip(self.inputs, self.batch_leaves, strict=True) if d is not None)
+        rows = rows_of(self.inputs, self.batch_leaves)
         gaps = []
         for values in (self.values, _elsewhere(self.values)):
             whole = evaluate_some(gm, values, self.inputs, node)

@@ -45,3 +45,29 @@ def test_a_model_that_counts_rows_as_they_are_is_divided() -> None:
     program = compiled(Habit(model, (features(),), classes(), cross_entropy))
     assert program.built.front.tail.linear
     assert not program.built.front.captured.opaque
+
+
+class Reads(nn.Module):
+    """Takes the number of rows into Python, and a net of steps that fixes their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.out = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.net(x)
+        return self.out(h.reshape(int(len(x)), -1, 6).mean(1))  # type: ignore[no-any-return]
+
+
+def test_batches_of_more_rows_than_were_tried_are_captured_once_for_a_length() -> None:
+    torch.manual_seed(3)
+    model = Reads().double()
+    first = Habit(model, (features(5, 4),), classes(), cross_entropy)
+    program = compiled(first, 2, stages=1, replicas=(2,), micro_batches=2)
+    met = []
+    for rows, steps in ((ROWS, 5), (ROWS, 6), (ROWS, 7), (20, 5), (20, 6), (20, 7), (20, 7), (20, 7), (ROWS, 7)):
+        x, y = torch.randn(rows, steps, 4, dtype=torch.float64), torch.randint(0, 3, (rows,))
+        later = Habit(model, (x,), y, cross_entropy)
+        assert_same(step(program, later), one_device(later), 1e-9)
+        met.append(len(program._forms))
+    assert met == [1, 2, 3, 4, 5, 6, 6, 6, 6]
