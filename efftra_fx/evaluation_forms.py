@@ -24,7 +24,7 @@ class EvaluationForms:
     """What was compiled, the oldest first, and the traces for all sizes; `met` is the form that a batch had last."""
 
     kept: list[Evaluation] = field(default_factory=list)
-    traces: Traces = field(default_factory=Traces)
+    traces: Traces = field(default_factory=lambda: Traces("evaluation"))
     met: dict[str, Evaluation] = field(default_factory=dict)
     seconds: float = 0.0
     count: int = 0

@@ -98,9 +98,10 @@ def moving_dims(
 class Traces:
     """The traces that were made for all sizes; `fixed` are dimensions that the model fixes, and why.
 
-    `notes` are what nobody has been told yet.
+    `notes` are what nobody has been told yet, of `what`.
     """
 
+    what: str = "step"
     known: list[Varying] = field(default_factory=list)
     fixed: dict[Moving, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -152,7 +153,9 @@ class Traces:
             if found is not None:
                 self.known.append(found)
             elif reason:
-                self.notes.append(f"the step is captured anew for another {_names(call, moving)}, since {reason}")
+                self.notes.append(
+                    f"the {self.what} is captured anew for another {_names(call, moving)}, since {reason}"
+                )
                 self.fixed[moving] = ""  # once is enough
             return
 

@@ -190,3 +190,25 @@ def test_ranks_evaluate_new_lengths_together_and_refuse_different_data_alike() -
             ids = torch.arange(6 * length).reshape(6, length) % 9
             torch.testing.assert_close(scores, net(ids)["scores"], rtol=1e-10, atol=1e-12)
         assert "the ranks were given different data: of 'ids', rank 0 has" in outcome[-1]
+
+
+class Deciding(Tagger):
+    """A tagger that asks for values, which no trace for all sizes can."""
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        scores = self.out(self.table(ids))
+        return {"scores": torch.stack([row.nan_to_num() if row.isnan().any() else row for row in scores])}
+
+
+def test_what_is_captured_anew_is_said_of_steps_and_evaluations_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    net = Deciding().double()
+    cluster = Cluster.local(2)
+    program = compile(net, cluster, example_inputs=(words(6, 5),), example_target=words(6, 5), loss_fn=loss)
+    for length in (7, 8, 9):
+        program.step(words(6, length), target=words(6, length))
+        ids = words(4, length)
+        torch.testing.assert_close(program.evaluate(ids)["scores"], net(ids)["scores"].detach(), rtol=1e-12, atol=0)
+    told = capsys.readouterr().err
+    for what in ("step", "evaluation"):
+        assert told.count(f"the {what} is captured anew for another size of 'ids'") == 1, told
