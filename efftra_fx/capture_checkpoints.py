@@ -2,7 +2,8 @@
 
 Torch makes them of an `autograd.Function` whose backward runs another whole backward, which neither a graph nor
 `torch.autograd.grad` can follow. What they compute is the function itself, and, as torch warns, without any
-gradients where no argument wants one. What a stage recomputes is the plan's choice.
+gradients where no argument wants one. What a stage recomputes is the plan's choice, and code that runs as it is runs
+again in the backward as a whole.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def checkpoints_inline() -> Iterator[None]:
         with torch.no_grad():
             return function(*args)
 
+    before = CheckpointFunction.__dict__.get("apply")
     CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del CheckpointFunction.apply
+        if before is None:
+            del CheckpointFunction.apply
+        else:
+            CheckpointFunction.apply = before  # type: ignore[method-assign]
 
 
 __all__ = ["checkpoints_inline"]

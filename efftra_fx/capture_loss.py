@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import make_operator
+from efftra_fx.stand_ins import call_with, places_of
 
 LossFn = Callable[..., Any]
 
@@ -46,6 +47,7 @@ class WholeLoss:
             )
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         names, function = list(state), self.function
+        places_in = {} if module is None else places_of(module)
 
         def run(operands: Sequence[Tensor]) -> list[Tensor]:
             filled = list(flat)
@@ -54,7 +56,8 @@ class WholeLoss:
             arguments = tree.rebuild(filled)
             if module is not None:
                 held = dict(zip(names, operands, strict=False))
-                return [torch.func.functional_call(module, held, arguments).reshape(())]
+                put = {place: held[name] for place, name in places_in.items()}
+                return [call_with(module, put, arguments).reshape(())]
             return [function(*arguments).reshape(())]
 
         operands = [*state.values(), *(flat[i] for i in places)]

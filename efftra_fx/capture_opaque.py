@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import CaptureError
 from efftra_fx.opaque import OtherSizesError, make_operator, random_states
+from efftra_fx.stand_ins import call_with, places_of
 
 _INSIDE: ContextVar[bool] = ContextVar(
     "a custom function is running, which is one node with all that it calls", default=False
@@ -269,7 +270,7 @@ def _opaque_forward(
         flat = [leaf for _, leaf in leaves]
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         state = {n: t for n, t in (*module.named_parameters(), *module.named_buffers())}
-        names = list(state)
+        names, places_in = list(state), places_of(module)
         written = [n for n in names if any(n in seen.written for seen in pair)]
 
         sizes_of = _size_rule(path, pair)
@@ -280,9 +281,10 @@ def _opaque_forward(
                 filled[place] = operand
             given, named = tree.rebuild(filled)
             # What it writes into must not be what it was given.
-            held = {f"module.{n}": t.clone() if n in written else t for n, t in zip(names, operands, strict=False)}
+            held = {n: t.clone() if n in written else t for n, t in zip(names, operands, strict=False)}
+            put = {f"module.{place}": held[n] for place, n in places_in.items()}
             with _forward_replaced(module, original), _modes_set(modes):
-                output, news = torch.func.functional_call(bare, held, (written, *given), named)
+                output, news = call_with(bare, put, (written, *given), named)
             results = [value for _, value in take_apart(output)[0] if isinstance(value, Tensor)]
             _refuse_other_sizes(path, results, sizes_of(operands[len(names) :]))
             return [*results, *(value.detach() for value in news)]
@@ -293,10 +295,17 @@ def _opaque_forward(
             return [*made, *(torch.empty_like(operands[names.index(n)]) for n in written)]
 
         count = len(pair[0].results)
+        operands = [*state.values(), *(flat[i] for i in places)]
         operator = make_operator(
-            path, run, shape, draws=any(seen.draws for seen in pair), returned=count, whole=undivided
+            path,
+            run,
+            shape,
+            draws=any(seen.draws for seen in pair),
+            wanted=[t.requires_grad for t in operands],
+            whole=undivided,
+            returned=count,
         )
-        found = list(operator([*state.values(), *(flat[i] for i in places)]))
+        found = list(operator(operands))
         with torch.no_grad():
             for name, value in zip(written, found[count:], strict=False):
                 state[name].copy_(value)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from efftra_fx import private
+from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.chance import NoChance
 from efftra_fx.errors import CaptureError
 
@@ -74,7 +75,7 @@ def make_operator(
     _LIBRARY.define(f"{backward}(Tensor[] operands, Tensor[] gradients, Tensor[] states) -> Tensor[]")
 
     def cast_run(operands: Sequence[Tensor]) -> list[Tensor]:
-        with _autocast(settings):
+        with _autocast(settings), checkpoints_inline():
             return run(operands)
 
     def leaves_of(operands: Sequence[Tensor]) -> list[Tensor]:

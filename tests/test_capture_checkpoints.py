@@ -38,3 +38,19 @@ def test_a_reentrant_checkpoint_trains_as_on_one_device(first: bool) -> None:
     torch.manual_seed(3)
     assert_matches(Habit(Reentrant(first).double(), (features(),), classes(), cross_entropy))
     assert "apply" not in vars(CheckpointFunction)
+
+
+class Asking(Reentrant):
+    """The same, in a model that asks a value, so that it runs as it is."""
+
+    def forward(self, x: Tensor, *more: object) -> Tensor:
+        out = super().forward(x)
+        return -out if bool(out.sum() > 0) else out
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_reentrant_checkpoint_in_code_that_runs_as_it_is_trains_as_on_one_device(first: bool) -> None:
+    torch.manual_seed(3)
+    assert_matches(Habit(Asking(first).double(), (features(),), classes(), cross_entropy), (((1,), 3), ((2,), 2)))
+    assert "apply" not in vars(CheckpointFunction)
