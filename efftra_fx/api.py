@@ -444,7 +444,9 @@ class CompiledModel(NotAModule):
             refuse_gradients(call, tensors)
             described = describe_batch(*found)
             buffers = next(iter(self.built.tensors.values())).buffers
-            form = choose(self._forms, self.model, call, tensors, buffers, self._met.get(described, 0))
+            form = choose(
+                self._forms, self.model, self.options.loss_fn, call, tensors, buffers, self._met.get(described, 0)
+            )
         except NotCaptured as error:
             new = str(error)
         except EfftraError as error:

@@ -32,12 +32,12 @@ _INSIDE: ContextVar[bool] = ContextVar(
 def functions_kept_whole() -> Iterator[None]:
     """While this lasts, every call of a custom `autograd.Function` becomes an opaque operator."""
     original = torch.autograd.Function.__dict__["apply"]
-    plain = original.__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = original.__get__(None, cls)
         if cls.__module__.partition(".")[0] == "torch":
-            return plain(cls, *args, **kwargs)
-        return _call_function(cls, lambda *a: plain(cls, *a, **kwargs), args)
+            return plain(*args, **kwargs)
+        return _call_function(cls, lambda *a: plain(*a, **kwargs), args)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
@@ -245,6 +245,8 @@ def _refuse_selections(path: str, pair: tuple[Seen, Seen], halves: tuple[Seen, S
         _refuse_other_results(path, whole, half)
     for number, rule in enumerate(rules):
         pieces = [half.results[number] for half in halves]
+        if any(len(piece) != len(rule) for piece in pieces):  # of a single row, which may lose its dimension
+            continue
         for size, said, *found in zip(whole.results[number], rule, *pieces, strict=True):
             expected = [said if isinstance(said, int) else h.operands[said[0]][said[1]] * said[2] for h in halves]
             if found != expected and sum(found) == size:
@@ -285,8 +287,9 @@ def _opaque_forward(
             put = {f"module.{place}": held[n] for place, n in places_in.items()}
             with _forward_replaced(module, original), _modes_set(modes):
                 output, news = call_with(bare, put, (written, *given), named)
-            results = [value for _, value in take_apart(output)[0] if isinstance(value, Tensor)]
-            _refuse_other_sizes(path, results, sizes_of(operands[len(names) :]))
+            sizes = sizes_of(operands[len(names) :])
+            results = _as_said([value for _, value in take_apart(output)[0] if isinstance(value, Tensor)], sizes)
+            _refuse_other_sizes(path, results, sizes)
             return [*results, *(value.detach() for value in news)]
 
         def shape(operands: Sequence[Tensor]) -> list[Tensor]:
@@ -344,6 +347,21 @@ class _Bare(nn.Module):
 def called(path: str) -> str:
     """Return what a module at a path is called in words."""
     return f"module '{path}'" if path else "the model"
+
+
+def _as_said(results: Sequence[Tensor], expected: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return results with all dimensions: of a single row, `squeeze()` drops what it does not of several."""
+
+    def long(sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if size != 1]
+
+    return [
+        *(
+            t.reshape(list(sizes)) if t.ndim < len(sizes) and long(t.shape) == long(sizes) else t
+            for t, sizes in zip(results, expected, strict=False)
+        ),
+        *results[len(expected) :],
+    ]
 
 
 def _refuse_other_sizes(path: str, results: Sequence[Tensor], expected: Sequence[Sequence[int]]) -> None:

@@ -17,7 +17,7 @@ from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture
-from efftra_fx.trace_check import check_capture, first_apart, on_few_or_all
+from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all
 
 
 def capture_step(
@@ -31,11 +31,13 @@ def capture_step(
     timed: Callable[[str, float], None],
     divided: bool = False,
     as_it_is: str = "",
+    alone: Sequence[Tensor] | None = None,
 ) -> Captured:
     """Capture the step and check it against eager, on a few rows (`small`) or, where values of all decide, on all.
 
     Where that cannot be done with the loss in the graph, it is done with the loss as it is (`divided`: on each
-    part), which `as_it_is`, a reason, asks for at once; and else with the model as it is.
+    part), which `as_it_is`, a reason, asks for at once; and else with the model as it is. It must be
+    the model for a row `alone`, too, where one is given.
     """
 
     modules = (model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)
@@ -71,18 +73,23 @@ def capture_step(
             )
         if check or whole_loss or whole_model:
             begin = time.perf_counter()
-            few = tensors if found.guards is not None or whole_loss or found.aligned else small
+            needs_all = found.guards is not None or whole_loss or not found.known_for(small)
+            few = tensors if needs_all else small
             use = on_few_or_all(lambda rows: check_capture(model, found, rows, loss_fn), few, tensors)
             if found.guards is None and (found.aligned or whole_loss):
                 check_other_rows(found)
+            found.tried[rows_of(tensors, dims)] = True
+            if alone is not None and not is_step(model, found, alone, loss_fn):
+                raise CountsRowsError(f"the model cannot be captured as a graph: {_OTHER_ALONE}")
             found = replace(found, python=use)
             timed("check capture", begin)
         return found
 
     def check_other_rows(found: Captured) -> None:
         """Raise CountsRowsError where the graph is not the model for other numbers of rows than the example's."""
-        batches = [small, *(other_batches(tensors, dims) if found.aligned else ())]
-        apart = first_apart(lambda rows: check_capture(model, found, rows, loss_fn), batches)
+        batches = [small, *other_batches(tensors, dims)] if found.aligned else [small]
+        tried = (rows for rows in batches if found.allows(rows))
+        apart = first_apart(lambda rows: check_capture(model, found, rows, loss_fn), tried)
         if apart is None:
             return
         place = re.search(r' at (File "[^"]+", line \d+)', str(apart[1]))
@@ -123,3 +130,35 @@ def capture_step(
     if found is None:
         raise CaptureError("; ".join(said)) from first.__cause__ or first
     return found
+
+
+def check_again(
+    model: nn.Module,
+    captured: Captured,
+    small: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    loss_fn: LossFn | None,
+    alone: Sequence[Tensor] | None = None,
+) -> Captured:
+    """Check a step put into another trace; raise CaptureError where it is not the model, also for a row `alone`."""
+    captured = replace(captured, tried={})
+    use = check_capture(model, captured, small if captured.known_for(small) else whole, loss_fn)
+    if alone is not None and not is_step(model, captured, alone, loss_fn):
+        raise CaptureError(_OTHER_ALONE)
+    return replace(captured, python=use)
+
+
+def is_step(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], loss_fn: LossFn | None) -> bool:
+    """Say whether a captured step is the model for as many rows as a batch has; where it is not known, it is tried."""
+    known = captured.known_for(tensors)
+    if known is None:
+        before = PythonState(*((model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)))
+        try:
+            known = is_the_model(lambda: check_capture(model, captured, tensors, loss_fn))
+        finally:
+            before.restore()
+        captured.tried[rows_of(tensors, captured.batch_leaves)] = known
+    return known
+
+
+_OTHER_ALONE = "it computes something else for a single row than what several rows show"

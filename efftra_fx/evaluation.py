@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
+from efftra_fx.python_state import PythonState
 from efftra_fx.runtime.drawing import drawing
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
@@ -41,7 +42,7 @@ from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, difference, rows_of
 from efftra_fx.trace import Captured, capture, surroundings_of
-from efftra_fx.trace_check import check_output, first_apart, on_few_or_all
+from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
@@ -108,7 +109,7 @@ def compile_evaluation(
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
     with evaluating(model):
-        captured = _captured(model, call, whole, small, dims, traces or Traces(), forms)
+        captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, tensors if rows == 1 else None)
     graph = copy_graph(captured.gm)
     gm = LayoutFree(dims)(graph) if layout_free else graph
     alike, places = draws_alike(gm), dims
@@ -153,27 +154,27 @@ def _captured(
     dims: tuple[int | None, ...],
     traces: Traces,
     forms: Sequence[Evaluation],
+    alone: Sequence[Tensor] | None,
 ) -> Captured:
     """Return the model's output as a graph that was checked, from a trace for all sizes where there is one."""
     met = [(form.captured, form.examples) for form in forms]
     varying, problem = traces.find(model, call, whole, dims, None, met, want="output"), ""
     if varying is not None:
         try:
-            return _checked(model, specialise(varying, call, whole, named_state(model, None)), small, whole)
+            found = specialise(varying, call, whole, named_state(model, None))
+            return _checked(model, found, small, whole, alone)
         except CaptureError as error:
             problem = str(error)
     captured = capture(model, call, whole, dims, want="output")
-    if captured.aligned and captured.guards is None:
-        batches, graph = [small, *other_batches(whole, dims)], captured
-        if first_apart(lambda rows: check_output(model, graph, rows), batches) is not None:
-            reason = "it computes something else for other numbers of rows"
-            captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
+    if not (captured.guards is not None or _is_for(model, captured, small, whole, alone)):
+        reason = "it computes something else for other numbers of rows"
+        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
     if not captured.symbolic:
         raise CaptureError(
             "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
             "take sizes from the tensors (x.shape[0]) and not from constants"
         )
-    captured = _checked(model, captured, small, whole)
+    captured = _checked(model, captured, small, whole, alone)
     if varying is not None:
         traces.refuse(varying, f"this batch to evaluate is captured apart, since in the trace for all sizes {problem}")
     else:
@@ -181,9 +182,52 @@ def _captured(
     return captured
 
 
-def _checked(model: nn.Module, captured: Captured, small: Sequence[Tensor], whole: Sequence[Tensor]) -> Captured:
-    few = whole if captured.guards is not None else small
-    return replace(captured, python=on_few_or_all(lambda rows: check_output(model, captured, rows), few, whole))
+def _is_for(
+    model: nn.Module,
+    captured: Captured,
+    small: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    alone: Sequence[Tensor] | None,
+) -> bool:
+    """Say whether a graph is the model's output for other numbers of rows, where they matter, and for a row alone."""
+    batches = [small, *other_batches(whole, captured.batch_leaves)] if captured.aligned else []
+    if first_apart(partial(check_output, model, captured), batches) is not None:
+        return False
+    return alone is None or is_output(model, captured, alone)
+
+
+def _checked(
+    model: nn.Module,
+    captured: Captured,
+    small: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    alone: Sequence[Tensor] | None,
+) -> Captured:
+    few = whole if captured.guards is not None or not captured.known_for(small) else small
+    captured = replace(captured, tried={}, shapes_of_one=[])
+    use = on_few_or_all(partial(check_output, model, captured), few, whole)
+    captured.tried[rows_of(few, captured.batch_leaves)] = True
+    if alone is not None and not is_output(model, captured, alone):
+        raise CaptureError("in eval mode the model computes something else for a single row than what several show")
+    return replace(captured, python=use)
+
+
+def is_output(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -> bool:
+    """Say whether a captured output is the model's for as many rows as a batch has; where it is not known, it is tried.
+
+    The model must be in eval mode. Of a single row, the shapes that the model gives are kept.
+    """
+    known = captured.known_for(tensors)
+    if known is None:
+        rows, shapes = rows_of(tensors, captured.batch_leaves), captured.shapes_of_one
+        shapes.clear()
+        before = PythonState(model)
+        try:
+            known = is_the_model(lambda: check_output(model, captured, tensors, shapes if rows == 1 else None))
+        finally:
+            before.restore()
+        captured.tried[rows] = known
+    return known
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
@@ -316,5 +360,9 @@ def run_evaluation(
         function = TailFunction(evaluation.tail, tensors[world.ranks[0]].buffers, 0, world.device)
         with drawing(seed if function.random else None, world.device):
             flat = function.results(batch, joined)
+    leaves = list(flat)
+    if batch.rows == 1:
+        shapes = iter(evaluation.captured.shapes_of_one)
+        leaves = [leaf.reshape(next(shapes, leaf.shape)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     assert evaluation.captured.out_tree is not None
-    return evaluation.captured.out_tree.rebuild(list(flat))
+    return evaluation.captured.out_tree.rebuild(leaves)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from efftra_fx.evaluation import Evaluation
+from efftra_fx.evaluation import Evaluation, evaluating, is_output
 from efftra_fx.signature import Call
 from efftra_fx.trace import surroundings_of
 from efftra_fx.variants import MOST_DESCRIBED
@@ -37,8 +37,8 @@ class EvaluationForms:
         likely = self.met.get(described)
         order = self.kept if likely is None else [likely, *self.kept]
         for form in order:
-            fits = form.around == around and form.fits(call, tensors) and form.captured.tried_for(tensors)
-            if fits and _goes_on(form, named, buffers):
+            fits = form.around == around and form.fits(call, tensors) and form.captured.allows(tensors)
+            if fits and _goes_on(form, named, buffers) and _is_output(form, model, tensors):
                 if len(self.met) >= MOST_DESCRIBED:
                     self.met.clear()
                 self.met[described] = form
@@ -53,6 +53,14 @@ class EvaluationForms:
         self.count += 1
         self.kept.append(form)
         self.met[described] = form
+
+
+def _is_output(form: Evaluation, model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    known = form.captured.known_for(tensors)
+    if known is None:
+        with evaluating(model):
+            known = is_output(model, form.captured, tensors)
+    return known
 
 
 def _goes_on(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:

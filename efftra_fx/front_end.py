@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.capture_norms import syncs_norms
 from efftra_fx.capture_refused import refuse_scripted
-from efftra_fx.captured_step import capture_step
+from efftra_fx.captured_step import capture_step, check_again
 from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import BatchError, InputError, LossError
@@ -34,7 +34,6 @@ from efftra_fx.passes.tail import split_tail
 from efftra_fx.program import Load, RankProgram, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference, rows_of
 from efftra_fx.trace import Captured
-from efftra_fx.trace_check import check_capture
 
 
 def front_end(
@@ -68,9 +67,10 @@ def front_end(
             report.timed,
             divided,
             options.loss_as_it_is,
+            alone=given if rows == 1 else None,
         )
     else:
-        captured = replace(captured, python=check_capture(model, captured, small, options.loss_fn))
+        captured = check_again(model, captured, small, whole, options.loss_fn, given if rows == 1 else None)
     report.graph("trace", captured.gm)
     roles = [ROLE[n] for n in captured.gm.graph.nodes if n.op == "placeholder"]
     parameters = [role for role in roles if role.kind == "parameter"]

@@ -7,7 +7,7 @@ and nothing else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -227,6 +227,20 @@ def fake_of_layout(
     return FakeTensor(fakes, plain, like.device)
 
 
-def size_expression(size: torch.SymInt) -> Any:
-    """Return a symbolic size as an expression of its environment's symbols."""
-    return size.node.expr
+def size_expression(size: torch.SymInt, given: bool = False) -> Any:
+    """Return a symbolic size as an expression of its environment's symbols.
+
+    What was found to be equal since is put in, but for the size that was `given`.
+    """
+    return size.node._expr if given else size.node.expr
+
+
+def traced_conditions(
+    size: torch.SymInt, symbols: Collection[Any]
+) -> tuple[dict[Any, tuple[Any, Any]], tuple[Any, ...]]:
+    """Return bounds of these symbols of a size's environment, and the conditions that tracing assumed of them."""
+    environment = size.node.shape_env
+    ranges = {symbol: environment.var_to_range.get(symbol) for symbol in symbols}
+    bounds = {symbol: (found.lower, found.upper) for symbol, found in ranges.items() if found is not None}
+    known = {a: b for a, b in environment.replacements.items() if a not in symbols}
+    return bounds, tuple(dict.fromkeys(guard.expr.xreplace(known) for guard in environment.guards))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx import private
+from efftra_fx.assumed import Assumed, assumed_of
 from efftra_fx.capture_align import OtherOperatorsError, align, keep_places
 from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.capture_encoders import padding_zeroed
@@ -74,16 +75,30 @@ class Captured:
     flags: tuple[Any, ...] = ()
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
-    most_rows: int = 0  # of a graph joined of what two numbers of rows gave: up to how many it is tried; 0 for any
+    most_rows: int = 0  # of a graph with code that runs as it is: up to how many rows it was tried; 0 for any
+    aligned: bool = False  # joined of what two numbers of rows gave, so that others are to be tried
+    assumed: tuple[Assumed, ...] = ()  # of sizes, in tracing
+    tried: dict[int, bool] = field(default_factory=dict, compare=False)  # whether it is the model for so many rows
+    shapes_of_one: list[torch.Size] = field(default_factory=list, compare=False)  # of what it returns of a single row
 
-    @property
-    def aligned(self) -> bool:
-        """Say whether it was joined of what two numbers of rows gave, so that others are to be tried."""
-        return self.most_rows > 0
+    def allows(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether all that the tracer has assumed of sizes holds for a batch; a single row is taken for two."""
+        shapes = [
+            t.shape if d is None else _of_two(t.shape, d) for t, d in zip(tensors, self.batch_leaves, strict=True)
+        ]
+        return all(assumed.holds(shapes) for assumed in self.assumed)
 
-    def tried_for(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether a batch has no more rows than the graph was tried with."""
-        return not self.aligned or rows_of(tensors, self.batch_leaves) <= self.most_rows
+    def known_for(self, tensors: Sequence[Tensor]) -> bool | None:
+        """Say whether the graph is the model for a batch of these sizes; None where that is to be tried.
+
+        What the model does with a single row the tracer does not tell.
+        """
+        rows = rows_of(tensors, self.batch_leaves)
+        if 0 < self.most_rows < rows:
+            return False
+        if rows == 1 or self.aligned:
+            return self.tried.get(rows)
+        return self.allows(tensors)
 
     @cached_property
     def seldom(self) -> frozenset[str]:
@@ -195,11 +210,10 @@ class _Attempt:
         gm, found = plain_graph(exported, step, asked)
         _refuse_least_rows(gm, self.batch_leaves)
         tree = trees[-1] if trees else None
-        symbolic, most_rows = _is_symbolic(gm, self.batch_leaves), 0
+        symbolic, aligned = _is_symbolic(gm, self.batch_leaves), False
         if not symbolic and not self.moving:
             gm, found = self.aligned(step, gm, found, guards)
-            symbolic = _is_symbolic(gm, self.batch_leaves)
-            most_rows = 2 * rows_of(self.tensors, self.batch_leaves) if symbolic else 0
+            symbolic = aligned = _is_symbolic(gm, self.batch_leaves)
         reason = self.whole_loss.reason if self.whole_loss is not None else ""
         opaque = tuple(self.opaque.items())
         flags = self.flags
@@ -213,7 +227,9 @@ class _Attempt:
             opaque,
             flags,
             whole_loss=reason,
-            most_rows=most_rows,
+            most_rows=2 * rows_of(self.tensors, self.batch_leaves) if opaque and not self.undivided else 0,
+            aligned=aligned,
+            assumed=tuple(filter(None, [assumed_of(inputs_of(gm))])),
         )
 
     def exported(
@@ -275,6 +291,11 @@ class _Attempt:
         whole, _ = plain_graph(exported, again, [])
         keep_places(one, whole)
         return whole, found
+
+
+def _of_two(shape: torch.Size, dim: int) -> torch.Size:
+    """Return a shape with two rows where it has one: the tracer takes one row for no symbol."""
+    return torch.Size((*shape[:dim], 2, *shape[dim + 1 :])) if shape[dim] == 1 else shape
 
 
 def _refuse_least_rows(gm: fx.GraphModule, batch_leaves: Sequence[int | None]) -> None:

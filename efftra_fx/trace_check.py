@@ -116,7 +116,7 @@ class _Eager:
         with torch.random.fork_rng(), _casts_in_graph():
             torch.manual_seed(0)
             try:
-                results: Sequence[Any] = self.captured.gm(*self.operands)
+                results: Sequence[Any] = self.captured.gm.forward(*self.operands)  # a call prints where it stops
             except (RuntimeError, IndexError, ValueError) as error:
                 stopped = run_nodes(self.captured.gm, self.operands)
                 where = f"{stopped}" if isinstance(stopped, str) else str(error)
@@ -160,6 +160,17 @@ def first_apart(
         except CaptureError as error:
             return batch, error
     return None
+
+
+def is_the_model(check: Callable[[], PythonUse]) -> bool:
+    """Say whether a check finds nothing, or the user's own code does not run."""
+    try:
+        check()
+    except DoesNotRunError:
+        return True
+    except CaptureError:
+        return False
+    return True
 
 
 @contextmanager
@@ -246,10 +257,14 @@ def _refuse_python(eager: _Eager, state: PythonState, use: PythonUse, loss: Tens
         )
 
 
-def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]) -> PythonUse:
+def check_output(
+    model: nn.Module, captured: Captured, inputs: Sequence[Tensor], shapes: list[torch.Size] | None = None
+) -> PythonUse:
     """Return what the model does in Python; raise CaptureError where its graph gives another output than the model.
 
-    Leaves buffers, plain attributes and the state of random numbers as they were.
+    Into `shapes` go the shapes of the model's tensors, and the same numbers in another shape are no difference: of a
+    single row a model may drop the dimension (`squeeze()`). Leaves buffers, plain attributes and the state of random
+    numbers as they were.
     """
     eager = _eager(model, captured, inputs, None)
     state = PythonState(model)
@@ -271,6 +286,9 @@ def check_output(model: nn.Module, captured: Captured, inputs: Sequence[Tensor])
         if isinstance(a, (bool, int, float, str)) and (type(a) is not type(b) or (a != b and a == a)):
             raise CaptureError(f"the model returns {a!r} in its output, and its graph {b!r}")
     for number, (a, b) in enumerate(zip(moving, found, strict=True)):
+        if shapes is not None and isinstance(a, Tensor):
+            shapes.append(a.shape)
+            b = b.reshape(a.shape) if b.numel() == a.numel() else b
         difference = _apart(f"output {number}", a, b, result=number) if isinstance(a, Tensor) else None
         if difference is not None:
             record = EagerRecord()

@@ -14,6 +14,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
+from efftra_fx.captured_step import is_step
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
 from efftra_fx.example import find_batch, proof_inputs
@@ -22,6 +23,7 @@ from efftra_fx.meta import BLOCK, ROLE
 from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
 from efftra_fx.signature import Call, describe
+from efftra_fx.step_module import LossFn
 from efftra_fx.trace import flags_of
 from efftra_fx.varying import Form, Traces, named_state, shapes_of, specialise
 from efftra_fx.world import World
@@ -29,6 +31,7 @@ from efftra_fx.world import World
 MOST_VARIANTS = 256
 MANY_VARIANTS = 16  # worth a word
 MOST_DESCRIBED = 4096  # descriptions of batches that are remembered, each a line of text
+_OTHER_NUMBER = "the model asks for the number of rows, and was captured for other numbers"
 _MOST_ANSWERS = 8
 _MOST_NUMBERS = 16  # that are looked at to tell whether ranks were given the same data
 
@@ -36,12 +39,13 @@ _MOST_NUMBERS = 16  # that are looked at to tell whether ranks were given the sa
 def choose(
     variants: Sequence[Built],
     model: nn.Module,
+    loss_fn: LossFn | None,
     call: Call,
     tensors: Sequence[Tensor],
     buffers: Mapping[str, Tensor],
     likely: int = 0,
 ) -> int:
-    """Return which variant a batch is for, the `likely` one looked at first.
+    """Return which variant a batch is for, the `likely` one looked at first; what is not known of it is tried.
 
     Raises NotCaptured where it is a new form, InputError where it is wrong.
     """
@@ -63,13 +67,16 @@ def choose(
         if moved is not None:
             reason = moved
             continue
-        if not built.front.captured.tried_for(tensors):
-            reason = "the model takes the number of rows into Python, and was tried with fewer rows"
+        if not built.front.captured.allows(tensors):
+            reason = _OTHER_NUMBER
             continue
         line = broken_guard(built.front, call, tensors, buffers)
-        if line is None:
+        if line is not None:
+            reason, branches = f"the step was captured for another answer at {line}", branches + 1
+        elif is_step(model, built.front.captured, tensors, loss_fn):
             return index
-        reason, branches = f"the step was captured for another answer at {line}", branches + 1
+        else:
+            reason = _OTHER_NUMBER
     if branches >= _MOST_ANSWERS:
         raise InputError(
             f"{reason}, and {branches} answers were captured already; a value that changes from batch to batch "

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from efftra_fx.assumed import assumed_of
 from efftra_fx.capture_align import align
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
@@ -46,31 +47,10 @@ class Varying:
         """Say whether a batch differs from the example in rows and these dimensions alone, and the trace allows it."""
         return (
             self.captured.flags == flags
-            and self.captured.tried_for(tensors)
             and difference(self.captured.call, call) is None
             and moving_dims(self.example, tensors, self.captured.batch_leaves, self.moving) is not None
-            and self.holds(tensors)
+            and self.captured.allows(tensors)
         )
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether everything that the tracer has assumed of the symbols holds for these sizes."""
-        sizes: dict[sympy.Symbol, int] = {}
-        environment: ShapeEnv | None = None
-        for node, tensor in zip(_inputs(self.captured.gm), tensors, strict=True):
-            for size, real in zip(node.meta["val"].shape, tensor.shape, strict=True):
-                if isinstance(size, torch.SymInt):
-                    environment = size.node.shape_env
-                    if isinstance(size.node._expr, sympy.Symbol) and sizes.setdefault(size.node._expr, real) != real:
-                        return False
-        if environment is None:
-            return True
-        for symbol, real in sizes.items():
-            bounds = environment.var_to_range.get(symbol)
-            if bounds is not None and not bool(bounds.lower <= real <= bounds.upper):
-                return False
-        assumed = [guard.expr for guard in environment.guards]
-        known = {a: b for a, b in environment.replacements.items() if a not in sizes}
-        return all(expr.xreplace(known).xreplace(sizes) is not sympy.false for expr in assumed)
 
 
 def moving_dims(
@@ -130,7 +110,7 @@ class Traces:
         if isinstance(found, Varying):
             self.known.append(found)
             del self.known[:-_MOST_TRACES]
-            return found if found.holds(tensors) else None
+            return found if found.captured.allows(tensors) else None
         self.fixed[moving] = found
         return None
 
@@ -287,7 +267,8 @@ def specialise(varying: Varying, call: Call, tensors: Sequence[Tensor], values: 
         for node, dim in zip(_inputs(gm), general.batch_leaves, strict=True)
     ):
         raise CaptureError("an operator fixes the number of rows at this size")
-    return replace(_numbers_apart(general, gm), gm=gm, call=call)
+    assumed = (*general.assumed, *filter(None, [assumed_of(_inputs(gm))]))
+    return replace(_numbers_apart(general, gm), gm=gm, call=call, assumed=assumed)
 
 
 def _numbers_apart(general: Captured, gm: fx.GraphModule) -> Captured:

@@ -128,7 +128,7 @@ class ProveBatch:
         if not read:
             return set()
         inputs = self.every or self.inputs
-        rows = rows_of(inputs, self.batch_leaves)
+        rows = every = rows_of(inputs, self.batch_leaves)
         if self.every and rows > _MOST_ROWS:
             rows = _MOST_ROWS
             inputs = take_rows(inputs, self.batch_leaves, slice(0, rows))
@@ -136,7 +136,7 @@ class ProveBatch:
             whole = evaluate_nodes(gm, values, inputs, read)
         except NOT_ALONE:
             return set()  # the first proof was of all rows already, since fewer do not stand alone
-        return deciding_together(gm, whole, rows)
+        return deciding_together(gm, whole, rows, every)
 
     def rows_alike(self, gm: fx.GraphModule, inputs: Sequence[Tensor]) -> set[fx.Node]:
         """Return the nodes that read an input whose rows are all the same."""

@@ -176,23 +176,27 @@ def test_a_norm_of_pooled_images_says_that_one_row_is_too_few() -> None:
         program.step(x[:3], target=target[:3])
 
 
-class Halves(nn.Module):
-    """Two halves of the batch, weighed apart: of one row there is one half."""
+class Pieces(nn.Module):
+    """Pieces of the batch, weighed apart: of few rows there are fewer."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, exactly: bool = False) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.count, self.exactly = count, exactly
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.cat([part * (index + 1) for index, part in enumerate(self.a(x).tanh().chunk(2, 0))])
-        out: Tensor = self.b(h)
+        pieces = self.a(x).tanh().chunk(self.count, 0)
+        if self.exactly:
+            first, second = pieces
+            pieces = (first, second)
+        out: Tensor = self.b(torch.cat([piece * (index + 1) for index, piece in enumerate(pieces)]))
         return out
 
 
-def test_a_batch_too_small_for_what_was_captured_is_named_and_the_next_one_trains() -> None:
+def test_a_batch_that_the_model_does_not_take_is_named_and_the_next_one_trains() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
-    habit = Habit(Halves().double(), (x,), y, F.cross_entropy)
+    habit = Habit(Pieces(2, exactly=True).double(), (x,), y, F.cross_entropy)
     program = compiled(habit, stages=1, replicas=(2,), micro_batches=1)
     with pytest.raises(InputError, match=r"needs the whole batch does not take 1 row\(s\), as it was captured: list"):
         program.step(x[:1], target=y[:1])
@@ -201,3 +205,15 @@ def test_a_batch_too_small_for_what_was_captured_is_named_and_the_next_one_train
     assert_same(step(program, habit), one_device(habit), 1e-9)
     with pytest.raises(InputError, match=r"does not take 1 row\(s\)"):
         program.evaluate(x[:1])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_few_rows_for_which_the_model_computes_other_operators_are_a_form_of_their_own(count: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+    habit = Habit(Pieces(count).double(), (x,), y, F.cross_entropy)
+    program = compiled(habit, stages=1, replicas=(2,), micro_batches=1)
+    few = Habit(habit.model, (x[: count // 2],), y[: count // 2], F.cross_entropy)
+    for one in (few, habit, few):
+        assert_same(step(program, one), one_device(one), 1e-9)
+        torch.testing.assert_close(program.evaluate(*one.args), habit.model(*one.args).detach(), rtol=0, atol=1e-12)

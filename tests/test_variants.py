@@ -282,7 +282,9 @@ def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Modul
     call, tensors = read_call(program.model.forward, args, {}, target)
     buffers = next(iter(program.built.tensors.values())).buffers
     forms = [program.built] * 3
-    assert [choose(forms, program.model, call, tensors, buffers, likely) for likely in (0, 2, 7)] == [0, 2, 0]
+    assert [
+        choose(forms, program.model, program.options.loss_fn, call, tensors, buffers, likely) for likely in (0, 2, 7)
+    ] == [0, 2, 0]
 
 
 class Positions(nn.Module):
