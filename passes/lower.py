@@ -60,8 +60,9 @@ def lower(
     `ranks` is the size of the world: devices that the plan leaves idle get a program
     too, so that they learn the loss. Gradients are all-reduced in buckets of about
     `bucket_bytes`. Weight gradients are computed once for `defer_weights`
-    micro-batches. `times` are each stage's measured or predicted seconds (forward,
-    backward) of a micro-batch: they only help to post receives at the right moment.
+    micro-batches, but for synced stages, whose replicas meet in each. `times` are each
+    stage's measured or predicted seconds (forward, backward) of a micro-batch: they only
+    help to post receives at the right moment.
 
     Raises PlanError when plan and wiring do not fit together.
     """

@@ -89,7 +89,7 @@ def order_of_work(
         stage_work(
             warm_up(plan.schedule, stages - stage, micro_batches, plan.in_flight),
             micro_batches,
-            defer_weights if wiring.has_weights(stage) else 1,
+            defer_weights if wiring.has_weights(stage) and stage not in wiring.synced else 1,
         )
         for stage in range(stages)
     ]

@@ -15,7 +15,7 @@ from efftra_fx.passes.lower import reduce_groups
 from efftra_fx.passes.routes import find_routes, lay_out_cells
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan, Stage
-from efftra_fx.program import AllReduce, Forward, Parameter, RankProgram, Value, Wiring
+from efftra_fx.program import AllReduce, BackwardWeight, Forward, Parameter, RankProgram, Value, Wiring
 from efftra_fx.program_text import parse_program, print_program
 
 
@@ -118,6 +118,17 @@ def test_the_order_of_meetings_is_compared_before_anything_else_waits() -> None:
     turned = replace(programs[1], instructions=tuple(works[::-1]))
     with pytest.raises(ReduceOrderError, match="must compute the same"):
         _verify_meetings({**programs, 1: turned}, wiring, ((0, 1, 2, 3), (4,)), (2, 1))
+
+
+def test_a_synced_stage_puts_off_no_weight_gradients() -> None:
+    """Its replicas meet in each micro-batch, also where one has no rows of the next."""
+    weights = tuple(Parameter(name, "float32", (1,), (stage,), True) for stage, name in enumerate("vw"))
+    wiring = Wiring(2, (), weights, (True, True), False, synced=(0,))
+    plan = Plan((Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), 2)
+    programs = Case(wiring, plan, rows=3, ranks=3, defer_weights=2).lower()
+    verify_programs(programs, wiring, plan)
+    late = {r: [one for one in p.instructions if isinstance(one, BackwardWeight)] for r, p in programs.items()}
+    assert late == {0: [], 1: [], 2: [BackwardWeight(1, (0, 1))]}
 
 
 def test_widths_other_than_the_plan_says_are_caught() -> None:
