@@ -86,6 +86,7 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.step_module import LossFn
+from efftra_fx.trace import Captured
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,
@@ -398,7 +399,7 @@ class CompiledModel(NotAModule):
         joined = front.tail.random or (front.news is not None and front.news.tail.random)
         seed = self._seed(front.alone is not None or joined, back.random)
         results = self._run(form, batch, seed, scale)
-        self._add_gradients(results, front.captured.seldom)
+        self._add_gradients(results, front.captured)
         self._watch.after_step(self._parameters)
         if scaler is not None:
             share_overflow(self.parameters(), self.world, self._stand_in)
@@ -509,7 +510,7 @@ class CompiledModel(NotAModule):
         self._written.wrote(self._forms[form])
         return results
 
-    def _add_gradients(self, results: Mapping[int, StepResult], seldom: frozenset[str]) -> None:
+    def _add_gradients(self, results: Mapping[int, StepResult], captured: Captured) -> None:
         """Add a step's gradients to `.grad`; those of `seldom` parameters only if anything gave one."""
         done: set[int] = set()
         parameters = self._parameters
@@ -518,7 +519,9 @@ class CompiledModel(NotAModule):
             held = self.built.tensors[rank].parameters
             for name, gradient in found[rank].items():
                 parameter = parameters.get(name, held[name])
-                if id(parameter) in done or (name in seldom and nobodys(gradient)):
+                if id(parameter) in done or name in captured.never:
+                    continue
+                if name in captured.seldom and nobodys(gradient):
                     continue
                 done.add(id(parameter))
                 own = self._own(name, parameter)

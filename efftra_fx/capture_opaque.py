@@ -170,14 +170,14 @@ class Watch:
     def _watched(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             operands = [t for _, t in take_apart((args, kwargs))[0] if isinstance(t, Tensor)]
-            held = {name: (b, b._version) for name, b in module.named_buffers()}
+            held = {name: (b, b._version, b.detach().clone()) for name, b in module.named_buffers()}
             states = random_states([*module.parameters(), *operands])
             output = forward(*args, **kwargs)
             leaves, structure = take_apart(output)
             results = [t for _, t in leaves]
             after = random_states([*module.parameters(), *operands])
             now = dict(module.named_buffers())
-            written = tuple(n for n, (b, version) in held.items() if now[n] is not b or b._version != version)
+            written = tuple(name for name, before in held.items() if _is_written(now[name], *before))
             tensors = [t for t in results if isinstance(t, Tensor)]
             self.calls[path].append(
                 Seen(
@@ -194,6 +194,11 @@ class Watch:
             return output
 
         return watched
+
+
+def _is_written(now: Tensor, buffer: Tensor, version: int, value: Tensor) -> bool:
+    """Say whether a buffer was assigned or written; kernels of batch norms write without a new version."""
+    return now is not buffer or buffer._version != version or not torch.equal(buffer, value)
 
 
 @contextmanager

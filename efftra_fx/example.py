@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.errors import BatchError, InputError
 from efftra_fx.meta import CONSTANTS
-from efftra_fx.signature import Call, rows_of
+from efftra_fx.signature import Call, rows_of, rows_round
 
 _PROOF_ROWS = 3
 
@@ -59,11 +59,7 @@ def other_batches(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> Iter
     rows = rows_of(tensors, dims)
     for count in dict.fromkeys((1, 2, rows // 2, rows - 1, 2 * rows)):
         if count not in (0, rows):
-            order = torch.arange(count) % rows
-            yield [
-                t.detach() if d is None else t.detach().index_select(d, order.to(t.device))
-                for t, d in zip(tensors, dims, strict=True)
-            ]
+            yield rows_round(tensors, dims, count)
 
 
 def model_tensors(model: nn.Module, loss_fn: Any, gm: fx.GraphModule) -> dict[tuple[str, str], Tensor]:

@@ -61,7 +61,7 @@ class Values:
 def _digest(tensor: Tensor) -> Tensor:
     value = tensor.detach()
     if value.is_complex():
-        value = torch.view_as_real(value)
+        value = torch.view_as_real(value.resolve_conj())
     if value.numel() <= _WHOLE:
         return value.reshape(-1).to(torch.float64).nan_to_num()
     places = torch.linspace(0, value.numel() - 1, _WHOLE, device=value.device, dtype=torch.float64).long()

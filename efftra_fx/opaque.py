@@ -241,7 +241,7 @@ def _nobodys_for(tensor: Tensor) -> Tensor:
 
 def nobodys(gradient: Tensor) -> bool:
     """Say whether a sum of gradients is one that no operator made here has given anything to."""
-    parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     return bool((torch.signbit(parts) & (parts == 0)).all())
 
 

@@ -216,6 +216,15 @@ def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
     return next(t.shape[d] for t, d in zip(tensors, dims, strict=False) if d is not None)
 
 
+def rows_round(tensors: Sequence[Tensor], dims: Sequence[int | None], count: int, start: int = 0) -> list[Tensor]:
+    """Return the tensors with so many rows: their own, from one on and round again."""
+    order = torch.arange(start, start + count) % rows_of(tensors, dims)
+    return [
+        t.detach() if d is None else t.detach().index_select(d, order.to(t.device))
+        for t, d in zip(tensors, dims, strict=True)
+    ]
+
+
 def take_rows(tensors: Sequence[Tensor], dims: Sequence[int | None], part: slice) -> list[Tensor]:
     """Return the tensors with only the rows of a part; those without a batch dimension stay whole."""
     return [

@@ -43,13 +43,12 @@ from efftra_fx.capture_opaque import (
 from efftra_fx.capture_packed import sequences_kept_padded
 from efftra_fx.capture_refused import own_chance_refused
 from efftra_fx.errors import CaptureError, EfftraError
+from efftra_fx.given_gradients import never_given, seldom_given
 from efftra_fx.held_buffers import HeldBuffers
-from efftra_fx.meta import ROLE
-from efftra_fx.opaque import is_opaque
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
 from efftra_fx.python_state import PythonUse
-from efftra_fx.signature import Call, distinct, rows_of, take_rows
+from efftra_fx.signature import Call, distinct, rows_of, rows_round, take_rows
 from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_of
 
 
@@ -102,14 +101,13 @@ class Captured:
 
     @cached_property
     def seldom(self) -> frozenset[str]:
-        """The parameters that may get no gradient in some batches: only code that runs as it is reads them."""
-        found = set()
-        for node in self.gm.graph.nodes:
-            if node.op == "placeholder" and ROLE[node].kind == "parameter":
-                readers = [n for n in node.users if n.target is not torch.ops.aten.detach.default]
-                if readers and all(is_opaque(n.target) for n in readers):
-                    found.add(ROLE[node].name)
-        return frozenset(found)
+        """The parameters that may get no gradient in some batches."""
+        return seldom_given(self.gm)
+
+    @cached_property
+    def never(self) -> frozenset[str]:
+        """The parameters that get no gradient, whatever the batch."""
+        return never_given(self.gm)
 
 
 def capture(
@@ -176,6 +174,8 @@ def surroundings_of(model: nn.Module) -> tuple[Any, ...]:
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return (*casts, *private.hook_numbers(model))
 
+
+_LEAST_ALIGNED = 3  # two numbers of rows are held side by side, and one row is not like several: it broadcasts
 
 Watches = tuple[Watch, Watch, tuple[Watch, Watch] | None]
 
@@ -259,12 +259,12 @@ class _Attempt:
     ) -> tuple[fx.GraphModule, Guards | None]:
         """Return graph and guards for any number of rows where the exporter gave them for the example's alone."""
         place = next((i, d) for i, d in enumerate(self.batch_leaves) if d is not None)
-        rows = self.tensors[place[0]].shape[place[1]]
-        if rows < 3:
-            return gm, found
+        rows, tensors = rows_of(self.tensors, self.batch_leaves), list(self.tensors)
+        if rows < _LEAST_ALIGNED:
+            rows, tensors = _LEAST_ALIGNED, rows_round(tensors, self.batch_leaves, _LEAST_ALIGNED)
         graphs, guards = [], []
         for count in (rows, rows - 1):
-            part = take_rows(self.tensors, self.batch_leaves, slice(0, count))
+            part = take_rows(tensors, self.batch_leaves, slice(0, count))
             exported = self.exported(step, tuple(part), [None] * len(part))
             graph, guard = plain_graph(exported, step, asked[-1] if asked else [])
             graphs.append(graph)

@@ -155,3 +155,50 @@ def test_batches_of_more_rows_than_were_tried_are_tried_and_captured_once_for_a_
         assert_same(step(program, later), one_device(later), 1e-9)
         met.append(len(program._forms))
     assert met == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def asks_and_counts(model: nn.Module, h: Tensor, mask: Tensor, rule: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    return rule(model, h * 2 if bool(mask.any()) else h)
+
+
+@pytest.mark.parametrize("name", ["the row in the middle", "the best third"])
+@pytest.mark.parametrize("marked", [0, 1])
+def test_a_model_that_counts_rows_and_asks_for_inputs_is_that_of_one_device(name: str, marked: int) -> None:
+    torch.manual_seed(3)
+    model = Net(lambda m, h, mask: asks_and_counts(m, h, mask, COUNTING[name])).double()
+    habit = Habit(model, (features(), torch.arange(ROWS) >= ROWS - marked), classes(), cross_entropy)
+    program = compiled(habit, replicas=(2,), micro_batches=2)
+    for rows in (ROWS, 4, 12, 25):
+        mask = torch.arange(rows) >= rows - marked
+        x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randint(0, 3, (rows,))
+        later = Habit(model, (x, mask), y, cross_entropy)
+        assert_same(step(program, later), one_device(later), 1e-9)
+    with torch.no_grad():
+        expected = model.eval()(*later.args)
+    torch.testing.assert_close(program.evaluate(*later.args), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_number_of_rows_that_could_not_be_tried_is_captured_apart() -> None:
+    def by_count(model: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+        return h * (int(mask.sum()) + len(h) // 2)
+
+    torch.manual_seed(3)
+    model = Net(by_count).double()
+    habit = Habit(model, (features(), torch.ones(ROWS, dtype=torch.bool)), classes(), cross_entropy)
+    program = compiled(habit, replicas=(2,), micro_batches=2)
+    for rows in (ROWS, ROWS + 2, 2 * ROWS):
+        mask = torch.arange(rows) < ROWS
+        later = Habit(
+            model, (torch.randn(rows, 4, dtype=torch.float64), mask), torch.randint(0, 3, (rows,)), cross_entropy
+        )
+        assert_same(step(program, later), one_device(later), 1e-9)
+
+
+def test_an_example_of_two_rows_of_a_model_that_counts_them_is_enough() -> None:
+    torch.manual_seed(3)
+    model = Net(lambda m, h: h.reshape(len(h), -1) / len(h)).double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(0, 3, (5,))
+    program = compiled(Habit(model, (x[:2],), y[:2], cross_entropy), replicas=(2,), micro_batches=2)
+    for rows in (2, 1, 5):
+        later = Habit(model, (x[:rows],), y[:rows], cross_entropy)
+        assert_same(step(program, later), one_device(later), 1e-9)

@@ -228,3 +228,9 @@ def test_large_values_are_known_by_some_elements_and_their_means() -> None:
     other = x.clone()
     other[7, 11] += 1e4
     assert not values.has(other)
+
+
+def test_values_that_are_conjugated_when_they_are_read_are_known() -> None:
+    values, x = Values(), torch.randn(3, dtype=torch.complex128)
+    values.add(x.conj())
+    assert values.has(x.conj()) and not values.has(x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import assert_matches, compiled
-from habits import WIDTH, Experts, Habit, WithExperts, classes, cross_entropy, features, plain
+from habits import WIDTH, Experts, Habit, Net, WithExperts, classes, cross_entropy, features, plain
 from rig import assert_close, lay_out
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -355,3 +355,25 @@ def test_a_module_that_differentiates_by_what_it_is_given_trains_as_on_one_devic
     torch.manual_seed(3)
     program = assert_matches(Habit(Model().double(), (features(),), classes(), cross_entropy))
     assert [path for path, _ in program.built.front.captured.opaque] == ["penalty"]
+
+
+def test_a_batch_norm_in_code_that_runs_as_it_is_keeps_its_statistics() -> None:
+    class Asking(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor, *more: Any) -> Tensor:
+            h = self.norm(self.b(self.a(x)))
+            out: Tensor = self.c(h * 2 if bool(h.sum() > 3) else h)
+            return out
+
+    torch.manual_seed(3)
+    habit = Habit(Asking().double(), (features(),), classes(), cross_entropy)
+    twin = copy.deepcopy(habit.model)
+    program = assert_matches(habit, (((2,), 2),))
+    program.step(*habit.args, target=habit.target)
+    twin(*habit.args)
+    assert_close(
+        dict(twin.named_buffers()), {n: program.state_dict()[n] for n in dict(twin.named_buffers())}, 1e-12, ""
+    )
