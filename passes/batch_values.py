@@ -6,7 +6,8 @@ computed again for a batch and its parts, with values of its operands that were 
 from the example but drawn, independent of one another and of very different size from row
 to row. Operands that mix rows themselves are computed, from drawn values too. A node behind
 such operands is trusted only where some of these values have shown the mixing at work, and
-where it is not the same number everywhere."""
+where it is not the same number everywhere; one that has steps (a comparison, a rounding, the place of the
+largest) is not trusted there, since values within a step show nothing."""
 
 from __future__ import annotations
 
@@ -50,6 +51,22 @@ def mixing_with_other_values(
         found |= more
 
 
+aten = torch.ops.aten
+_STEPS = frozenset(
+    {
+        aten.round.default,
+        aten.round.decimals,
+        aten.floor.default,
+        aten.ceil.default,
+        aten.trunc.default,
+        aten.sign.default,
+        aten.sgn.default,
+        aten.floor_divide.default,
+        aten.div.Tensor_mode,
+    }
+)
+
+
 @dataclass
 class _Search:
     gm: fx.GraphModule
@@ -63,6 +80,10 @@ class _Search:
     def round(self) -> set[fx.Node]:
         """Return what is found to mix rows with the graph as it is known by now, and know it from now on."""
         behind = {n for n in self.gm.graph.nodes if self.is_behind(n)}
+        steps = {n for n in behind if self.is_of_steps(n)}
+        if steps:
+            self.mixed |= steps
+            return steps
         checked = behind | {n for n in self.gm.graph.nodes if n not in behind and self.is_to_see(n)}
         mixing = self.before(behind)
         shown = {n for n in mixing if self.differs(n, self.example.values(n))}
@@ -126,6 +147,15 @@ class _Search:
     def is_behind(self, node: fx.Node) -> bool:
         """Say whether a node follows the rows, or seems to, and is made of something that mixes them."""
         return self.is_row_by_row(node) and any(n in self.mixed for n in self.made_of(node))
+
+    def is_of_steps(self, node: fx.Node) -> bool:
+        """Say whether a node is one number for many values of what mixes rows, which few values need not show."""
+        value = self.example.whole[node]
+        whole = not (value.is_floating_point() or value.is_complex())
+        if node not in self.reading or not (whole or node.target in _STEPS):
+            return False
+        made = (n for n in self.made_of(node) if n in self.mixed and n in self.reading)
+        return any(self.example.whole[n].is_floating_point() for n in made)
 
     def is_row_by_row(self, node: fx.Node) -> bool:
         follows = node.op == "call_function" and node not in self.mixed and BATCH[node].kind == "rows"

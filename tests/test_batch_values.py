@@ -14,6 +14,11 @@ from torch import Tensor, fx, nn
 from efftra_fx import CompiledModel
 from efftra_fx.passes.batch_evaluate import Recorder
 
+
+def looked_up(model: nn.Module, index: Tensor) -> Tensor:
+    return model.get_parameter("b.weight")[index]
+
+
 HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a dead unit, turned round": lambda m, h: h + torch.relu(h - 2).flip(0),
     "a dead unit, less its mean": lambda m, h: h + (lambda r: r - r.mean(0))(torch.relu(h - 2)),
@@ -30,6 +35,10 @@ HIDDEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "a rounded statistic": lambda m, h: h + (h.mean() * 0.1).round(),
     "a whole number of a statistic": lambda m, h: h + (h.abs().mean(0) * 0.1).long(),
+    "the bins of what a statistic is taken from": lambda m, h: (
+        h + looked_up(m, torch.bucketize(h.detach() * 5 + h.mean() * 1e-3, torch.arange(-2, 3, dtype=h.dtype)))[..., 0]
+    ),
+    "the largest of what was divided by a sum": lambda m, h: h + looked_up(m, (h / h.norm()).argmax(1)),
     "a gate that is shut": lambda m, h: h + torch.sigmoid(1000 * (h - 2)) * h.mean(0),
     "attention among the outliers": lambda m, h: h + ((h @ h.t()).softmax(-1) @ h) * (h[:, :1] > 2),
     "rows in place of outliers": lambda m, h: h[torch.where(h[:, 0] > 2, 0, torch.arange(len(h)))],
