@@ -7,7 +7,7 @@ from the example but drawn, independent of one another and of very different siz
 to row. Operands that mix rows themselves are computed, from drawn values too. A node behind
 such operands is trusted only where some of these values have shown the mixing at work, and
 where it is not the same number everywhere; one that has steps (a comparison, a rounding, the place of the
-largest) is not trusted there, since values within a step show nothing."""
+largest), and what is made of it, is not trusted there, since values within a step show nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Search:
     def round(self) -> set[fx.Node]:
         """Return what is found to mix rows with the graph as it is known by now, and know it from now on."""
         behind = {n for n in self.gm.graph.nodes if self.is_behind(n)}
-        steps = {n for n in behind if self.is_of_steps(n)}
+        steps = self.after_steps()
         if steps:
             self.mixed |= steps
             return steps
@@ -148,14 +148,24 @@ class _Search:
         """Say whether a node follows the rows, or seems to, and is made of something that mixes them."""
         return self.is_row_by_row(node) and any(n in self.mixed for n in self.made_of(node))
 
-    def is_of_steps(self, node: fx.Node) -> bool:
-        """Say whether a node is one number for many values of what mixes rows, which few values need not show."""
-        value = self.example.whole[node]
-        whole = not (value.is_floating_point() or value.is_complex())
-        if node not in self.reading or not (whole or node.target in _STEPS):
-            return False
-        made = (n for n in self.made_of(node) if n in self.mixed and n in self.reading)
-        return any(self.example.whole[n].is_floating_point() for n in made)
+    def after_steps(self) -> set[fx.Node]:
+        """Return what is not known to mix rows, and is one number for many values of what does, or made of such."""
+        steps, found = set[fx.Node](), set[fx.Node]()
+        for node in self.gm.graph.nodes:
+            value = self.example.whole.get(node)
+            if node.op != "call_function" or node not in self.reading or not isinstance(value, Tensor):
+                continue
+            made = [n for n in self.made_of(node) if n in self.reading and (n in self.mixed or n in found)]
+            if not any(n in steps for n in made):
+                whole = not (value.is_floating_point() or value.is_complex())
+                if not (whole or node.target in _STEPS):
+                    continue
+                if not any(self.example.whole[n].is_floating_point() for n in made):
+                    continue
+            steps.add(node)
+            if node not in self.mixed and BATCH[node].kind in ("rows", "sum"):
+                found.add(node)
+        return found
 
     def is_row_by_row(self, node: fx.Node) -> bool:
         follows = node.op == "call_function" and node not in self.mixed and BATCH[node].kind == "rows"

@@ -52,6 +52,22 @@ FOUND = {
         ),
         Run((1, 1), 5, ((6, 3), (13, 3)), late=True, optimizer="adamw"),
     ),
+    "roundings of what mixes rows, straight through": (
+        Recipe(
+            (
+                Part("divided by the norm", way=0),
+                Part("numpy", way=0),
+                Part("a derivative", way=0),
+                Part("experts by words"),
+                Part("solved", way=0),
+                Part("rows shifted", way=2),
+                Part("rounded", 4),
+            ),
+            masked=False,
+            seed=551,
+        ),
+        Run((2,), 1, ((4, 3), (3, 3))),
+    ),
     "half of the rows beside lengths": (
         Recipe((Part("packed"), Part("linear")), loss="hardest", masked=False, seed=619),
         Run((2,), 3, ((6, 5), (3, 5))),
