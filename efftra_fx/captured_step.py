@@ -13,7 +13,7 @@ from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.errors import CaptureError
 from efftra_fx.example import other_batches
 from efftra_fx.plain_graph import WritesParametersError
-from efftra_fx.python_state import PythonState
+from efftra_fx.python_state import python_kept
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture
@@ -43,11 +43,8 @@ def capture_step(
     modules = (model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)
 
     def captured(whole_loss: str = "", whole_model: str = "") -> Captured:
-        before = PythonState(*modules)
-        try:
+        with python_kept(*modules):
             return as_captured(whole_loss, whole_model)
-        finally:
-            before.restore()
 
     def as_captured(whole_loss: str, whole_model: str) -> Captured:
         begin = time.perf_counter()
@@ -152,11 +149,8 @@ def is_step(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], los
     """Say whether a captured step is the model for as many rows as a batch has; where it is not known, it is tried."""
     known = captured.known_for(tensors)
     if known is None:
-        before = PythonState(*((model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)))
-        try:
+        with python_kept(model, loss_fn):
             known = is_the_model(lambda: check_capture(model, captured, tensors, loss_fn))
-        finally:
-            before.restore()
         captured.tried[rows_of(tensors, captured.batch_leaves)] = known
     return known
 

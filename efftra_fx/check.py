@@ -16,6 +16,7 @@ from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import hooked
 from efftra_fx.meta import PATH, ROLE
 from efftra_fx.passes.batch_evaluate import is_random
+from efftra_fx.python_state import python_kept
 from efftra_fx.signature import Call
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace_check import dense
@@ -70,14 +71,14 @@ def one_device_step(
 ) -> tuple[float, dict[str, Tensor], float]:
     """Run the eager model from this state on the whole batch; return loss, gradients by name, and seconds.
 
-    Runs the user's own model, since a copy's hooks may still mean the original; its parameters and
-    buffers are put back afterwards, and its gradients left alone.
+    Runs the user's own model, since a copy's hooks may still mean the original; its parameters, buffers and
+    attributes are put back afterwards, and its gradients left alone.
     """
     own, held = list(model.parameters()), HeldBuffers(model)
     before = [tensor.detach().clone() for tensor in own]
     try:
         model.load_state_dict(dict(state), strict=False)
-        with torch.random.fork_rng(), torch.enable_grad(), norms_of_one_device():
+        with python_kept(model, loss_fn), torch.random.fork_rng(), torch.enable_grad(), norms_of_one_device():
             torch.manual_seed(seed)
             begin = time.perf_counter()
             args, kwargs, target = call.rebuild(tensors)

@@ -34,7 +34,7 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.python_state import PythonState
+from efftra_fx.python_state import python_kept
 from efftra_fx.runtime.drawing import drawing
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
@@ -108,7 +108,7 @@ def compile_evaluation(
     rows, dims = find_batch(call, tensors, {n: d for n, d in batch_dims.items() if n in call.tensor_names})
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
-    with evaluating(model):
+    with evaluating(model), python_kept(model):
         captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, tensors if rows == 1 else None)
     graph = copy_graph(captured.gm)
     gm = LayoutFree(dims)(graph) if layout_free else graph
@@ -221,11 +221,8 @@ def is_output(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -
     if known is None:
         rows, shapes = rows_of(tensors, captured.batch_leaves), captured.shapes_of_one
         shapes.clear()
-        before = PythonState(model)
-        try:
+        with python_kept(model):
             known = is_the_model(lambda: check_output(model, captured, tensors, shapes if rows == 1 else None))
-        finally:
-            before.restore()
         captured.tried[rows] = known
     return known
 

@@ -23,6 +23,8 @@ from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
+_KINDS_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_always_called")
+_HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith(_KINDS_OF_HOOKS))
 _MISSING = object()
 _MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alone
 
@@ -47,10 +49,11 @@ class Read:
 
 @dataclass(frozen=True)
 class PythonUse:
-    """What one forward read in Python, and the attributes that it wrote, in words."""
+    """What one forward read in Python, the attributes that it wrote and the modules that it hooked, in words."""
 
     reads: tuple[Read, ...] = ()
     writes: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
 
     def moved(self) -> str | None:
         """Say which attribute that forward reads is another one now, or None."""
@@ -61,12 +64,13 @@ class PythonUse:
 
 
 class PythonState:
-    """The Python state of modules as it is now."""
+    """The Python state of modules as it is now: plain attributes, hooks, and generators outside of torch."""
 
     def __init__(self, *models: nn.Module) -> None:
         self.modules = {module: path for model in models for path, module in model.named_modules()}
         self.attributes = {module: _attributes(module) for module in self.modules}
         self.sizes = {(m, name): _size(value) for m, held in self.attributes.items() for name, value in held.items()}
+        self.hooks = {module: _hooks(module) for module in self.modules}
         self.draws = _draws()
 
     def extremes(self) -> Iterator[None]:
@@ -86,6 +90,10 @@ class PythonState:
         """Return the attributes that are others now, in words."""
         return [_place(self.modules[module], name) for module, name in self._changed()]
 
+    def hooked(self) -> list[str]:
+        """Return the modules that have other hooks now, in words."""
+        return [f"hooks of '{self.modules[module] or 'the model'}'" for module in self._hooked()]
+
     def use(self, read: dict[tuple[nn.Module, str], Any], loss_fn: Any = None) -> PythonUse:
         """Return what was read and written since; what forward writes itself is not among what it reads."""
         changed = set(self._changed())
@@ -94,17 +102,28 @@ class PythonState:
             for (m, n), v in read.items()
             if (m, n) not in changed and n not in _OWN
         )
-        return PythonUse((*reads, *variables_of(loss_fn)), tuple(self.written()))
+        return PythonUse((*reads, *variables_of(loss_fn)), tuple(self.written()), tuple(self.hooked()))
 
     def restore(self) -> None:
-        """Give the modules the attributes that they had, and the generators outside of torch their states."""
+        """Give the modules the attributes and hooks that they had, and the generators outside of torch their states.
+
+        A forward that installs its hooks at its first call marks that in an attribute: both must go back.
+        """
         _restore_draws(self.draws)
+        for module in self._hooked():
+            for name, before in self.hooks[module].items():
+                held = vars(module)[name]
+                held.clear()
+                held.update(before)
         for module, name in self._changed():
             value = self.attributes[module].get(name, _MISSING)
             if value is _MISSING:
                 del vars(module)[name]
             else:
                 vars(module)[name] = value
+
+    def _hooked(self) -> list[nn.Module]:
+        return [module for module, before in self.hooks.items() if _hooks(module) != before]
 
     def _changed(self) -> list[tuple[nn.Module, str]]:
         changed = []
@@ -116,6 +135,16 @@ class PythonState:
                 if not same or _size(b) != self.sizes.get((module, name)):
                     changed.append((module, name))
         return changed
+
+
+@contextmanager
+def python_kept(*models: object) -> Iterator[None]:
+    """Give the modules among these, and the generators outside of torch, their Python state back at the end."""
+    before = PythonState(*(model for model in models if isinstance(model, nn.Module)))
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextmanager
@@ -226,6 +255,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OWN}
 
 
+def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    return {name: dict(held) for name in _HOOKS if (held := vars(module).get(name)) is not None}
+
+
 def _size(value: Any) -> int | None:
     return len(value) if isinstance(value, list | dict | set) else None
 
@@ -260,4 +293,4 @@ def _place(path: str, name: str) -> str:
     return f"'{path}.{name}'" if path else f"'{name}' of the model"
 
 
-__all__ = ["PythonState", "PythonUse", "Read", "reads_noted", "variables_of"]
+__all__ = ["PythonState", "PythonUse", "Read", "python_kept", "reads_noted", "variables_of"]

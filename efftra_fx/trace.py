@@ -47,7 +47,7 @@ from efftra_fx.given_gradients import never_given, seldom_given
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
-from efftra_fx.python_state import PythonUse
+from efftra_fx.python_state import PythonUse, python_kept
 from efftra_fx.signature import Call, distinct, rows_of, rows_round, take_rows
 from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_of
 
@@ -250,6 +250,7 @@ class _Attempt:
             stack.enter_context(checkpoints_inline())
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(padding_zeroed(self.want == "loss"))
+            stack.enter_context(python_kept(self.model, self.loss_fn))  # what forward keeps of a trace is fake
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches, undivided=self.undivided))
             return export_step(step, tensors, batch_leaves, moving)
@@ -393,7 +394,7 @@ def _eager(attempt: _Attempt) -> Step:
 
 @contextmanager
 def _state_kept(attempt: _Attempt) -> Iterator[None]:
-    """Run the model as a step or an evaluation does; parameters, buffers and random state are afterwards as they were.
+    """Run the model as a step or an evaluation does; its state and random numbers are afterwards as they were.
 
     Raises CaptureError where it writes parameters, also where autograd does not see it (through `.data`).
     """
@@ -406,6 +407,7 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
                 torch.random.fork_rng(),
                 torch.set_grad_enabled(differentiated),
                 padding_zeroed(differentiated),
+                python_kept(attempt.model, attempt.loss_fn),
             ):
                 stack.enter_context(one)
             stack.enter_context(sequences_kept_padded())

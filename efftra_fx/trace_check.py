@@ -246,14 +246,15 @@ def _refuse_python(eager: _Eager, state: PythonState, use: PythonUse, loss: Tens
                 f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
                 "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
             )
-    if not use.writes:
+    if not (use.writes or use.hooked):
         return
     again = eager.step()[0]
     state.restore()
     if _apart("the loss", again, loss) is not None:
+        written = ", ".join((*use.writes, *use.hooked))
         raise CaptureError(
-            f"forward writes {', '.join(use.writes)} and computes another loss with it at the next call, which a "
-            "captured step would not; keep it in a buffer (register_buffer) and write it there in place"
+            f"forward writes {written} and computes another loss with it at the next call, which a captured step "
+            "would not; keep it in a buffer (register_buffer) and write it there in place"
         )
 
 
@@ -286,6 +287,8 @@ def check_output(
         if isinstance(a, (bool, int, float, str)) and (type(a) is not type(b) or (a != b and a == a)):
             raise CaptureError(f"the model returns {a!r} in its output, and its graph {b!r}")
     for number, (a, b) in enumerate(zip(moving, found, strict=True)):
+        if isinstance(a, Tensor) is not isinstance(b, Tensor):
+            raise CaptureError(f"output {number} is a {type(a).__name__} in eager, a {type(b).__name__} in the graph")
         if shapes is not None and isinstance(a, Tensor):
             shapes.append(a.shape)
             b = b.reshape(a.shape) if b.numel() == a.numel() else b

@@ -28,7 +28,6 @@ from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.private import shapes_in_python, size_expression
 from efftra_fx.put_in import Sizes, like
-from efftra_fx.python_state import PythonState
 from efftra_fx.signature import Call, difference
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture, flags_of
@@ -211,13 +210,10 @@ def capture_varying(
     example = _other_rows(tensors, batch_leaves, used)
     if example is None:
         return "the batch has too few rows to tell rows from lengths"
-    before = PythonState(*((model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)))
     try:
         captured = capture(model, call, example, batch_leaves, loss_fn, want, moving=moving)
     except EfftraError as error:
         return str(error)
-    finally:
-        before.restore()  # what forward keeps on modules while it is traced is fake
     if captured.opaque or captured.whole_loss or (captured.guards is not None and captured.guards.lines):
         return "it decides by values"
     if not captured.symbolic:
@@ -287,6 +283,7 @@ def _numbers_apart(general: Captured, gm: fx.GraphModule) -> Captured:
     moving = tuple(isinstance(leaf, fx.Node) for leaf in leaves)
     kept = tuple(leaf for leaf, moves in zip(leaves, moving, strict=True) if moves)
     output.args = ((*kept, *results[count:]),)
+    gm.recompile()
     OUTPUTS[gm] = replace(OUTPUTS[gm], loss=len(kept))
     constants = tuple(None if moves else leaf for leaf, moves in zip(leaves, moving, strict=True))
     return replace(general, out_tree=replace(tree, moving=moving, constants=constants))

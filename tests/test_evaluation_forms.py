@@ -27,7 +27,8 @@ class Tagger(nn.Module):
     def forward(self, ids: Tensor) -> dict[str, Any]:
         q, k, v = self.qkv(self.table(ids)).chunk(3, -1)
         h = self.table(ids) + (q @ k.transpose(-1, -2)).softmax(-1) @ v / ids.shape[1]
-        return {"scores": self.out(h) * self.scale, "length": ids.shape[1], "half": ids.shape[1] / 2}
+        length = ids.shape[1]
+        return {"length": length, "scores": self.out(h) * self.scale, "half": length / 2}
 
 
 class Running(Tagger):
@@ -38,7 +39,7 @@ class Running(Tagger):
         self.run = nn.LSTM(6, 6, batch_first=True)
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
-        return {"scores": self.out(self.run(self.table(ids))[0]), "length": None, "half": 0.5}
+        return {"length": None, "scores": self.out(self.run(self.table(ids))[0]), "half": 0.5}
 
 
 def loss(output: dict[str, Any], target: Tensor) -> Tensor:
@@ -212,3 +213,17 @@ def test_what_is_captured_anew_is_said_of_steps_and_evaluations_apart(capsys: py
     told = capsys.readouterr().err
     for what in ("step", "evaluation"):
         assert told.count(f"the {what} is captured anew for another size of 'ids'") == 1, told
+
+
+class Windowed(Tagger):
+    """Keeps the end of a long sequence, and says of a short one how long it is."""
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        found = super().forward(ids)
+        length = ids.shape[1]
+        return {**found, "kept": found["scores"][:, -6:] if length > 6 else length}
+
+
+def test_an_output_may_be_a_tensor_for_some_lengths_and_a_number_for_others() -> None:
+    model = Windowed().double()
+    holds_for(model, program_of(model), (6, 5), (6, 4), (6, 9), (1, 9), (5, 12), (4, 6), (1, 3))

@@ -164,3 +164,54 @@ def test_reads_and_writes_are_told_apart() -> None:
     model.share = 0.25
     assert use.moved() == "'share' of the model was 0.5 when the step was captured and is 0.25 now"
     assert "__getattribute__" not in vars(nn.Module)
+
+
+class _Collecting(nn.Module):
+    """Collects hidden states by hooks that forward sets up at its first call and marks as set up."""
+
+    def __init__(self, marked: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.out = nn.Linear(4, 3)
+        self.marked = marked
+        self.into: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        held: list[Tensor] = []
+        if not hasattr(self, "set_up"):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, __, out: self.into.append(out))
+            if self.marked:
+                self.set_up = True
+        before, self.into = self.into, held
+        h = x
+        for layer in self.layers:
+            h = layer(h).tanh()
+        self.into = before
+        return {"logits": self.out(h), "states": tuple(held), "reach": sum(s.square().mean() for s in held)}
+
+
+def _with_reach(output: dict[str, Any], target: Tensor) -> Tensor:
+    reach: Tensor = output["reach"]
+    return nn.functional.cross_entropy(output["logits"], target) + reach
+
+
+def test_hooks_that_forward_sets_up_once_are_set_up_once() -> None:
+    torch.manual_seed(0)
+    model = _Collecting().double()
+    habit = Habit(model, (features(),), classes(), _with_reach)
+    program = compiled(habit)
+    assert program.check(*habit.args, target=habit.target).matches
+    assert len(program.evaluate(*habit.args)["states"]) == 3
+    assert not any(layer._forward_hooks for layer in model.layers) and not hasattr(model, "set_up")
+    assert_matches(habit)
+    assert len(model(*habit.args)["states"]) == 3, "the user's own call has set them up"
+    program.step(*habit.args, target=habit.target)
+    assert len(program.evaluate(*habit.args)["states"]) == 3
+    assert len(model(*habit.args)["states"]) == 3
+
+
+def test_hooks_that_each_forward_adds_to_are_refused() -> None:
+    habit = Habit(_Collecting(marked=False).double(), (features(),), classes(), _with_reach)
+    with pytest.raises(CaptureError, match="forward writes hooks of 'layers.0', .* computes another loss"):
+        compiled(habit)
