@@ -400,6 +400,7 @@ class CompiledModel(NotAModule):
         seed = self._seed(front.alone is not None or joined, back.random)
         results = self._run(form, batch, seed, scale)
         self._add_gradients(results, front.captured)
+        front.captured.python.leave()
         self._watch.after_step(self._parameters)
         if scaler is not None:
             share_overflow(self.parameters(), self.world, self._stand_in)
@@ -681,7 +682,9 @@ class CompiledModel(NotAModule):
         self._written.bring(self.built, evaluation.buffers, self.world)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
-        return run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
+        output = run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
+        evaluation.captured.python.leave()
+        return output
 
     def _new_evaluation(self, call: Call, tensors: Sequence[Tensor], described: str) -> Evaluation:
         """Compile the evaluation of a new form of batch; a collective call."""

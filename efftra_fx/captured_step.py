@@ -13,11 +13,11 @@ from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.errors import CaptureError
 from efftra_fx.example import other_batches
 from efftra_fx.plain_graph import WritesParametersError
-from efftra_fx.python_state import python_kept
+from efftra_fx.python_state import PythonUse, python_kept
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture
-from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all
+from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all, use_found
 
 
 def capture_step(
@@ -153,6 +153,16 @@ def is_step(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], los
             known = is_the_model(lambda: check_capture(model, captured, tensors, loss_fn))
         captured.tried[rows_of(tensors, captured.batch_leaves)] = known
     return known
+
+
+def python_holds(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], loss_fn: LossFn | None) -> bool:
+    """Say whether a captured step is right for what it reads in Python; what forward writes itself there is tried."""
+
+    def tried() -> PythonUse | None:
+        with python_kept(model, loss_fn):
+            return use_found(lambda: check_capture(model, captured, tensors, loss_fn))
+
+    return captured.python.holds(tried)
 
 
 _OTHER_ALONE = "it computes something else for a single row than what several rows show"

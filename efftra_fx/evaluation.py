@@ -34,7 +34,7 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.python_state import python_kept
+from efftra_fx.python_state import PythonUse, python_kept
 from efftra_fx.runtime.drawing import drawing
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
@@ -42,7 +42,7 @@ from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, difference, rows_of
 from efftra_fx.trace import Captured, capture, surroundings_of
-from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all
+from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all, use_found
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
@@ -215,16 +215,26 @@ def _checked(
 def is_output(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -> bool:
     """Say whether a captured output is the model's for as many rows as a batch has; where it is not known, it is tried.
 
-    The model must be in eval mode. Of a single row, the shapes that the model gives are kept.
+    Of a single row, the shapes that the model gives are kept.
     """
     known = captured.known_for(tensors)
     if known is None:
-        rows, shapes = rows_of(tensors, captured.batch_leaves), captured.shapes_of_one
-        shapes.clear()
-        with python_kept(model):
-            known = is_the_model(lambda: check_output(model, captured, tensors, shapes if rows == 1 else None))
-        captured.tried[rows] = known
+        known = is_the_model(lambda: _tried(model, captured, tensors))
+        captured.tried[rows_of(tensors, captured.batch_leaves)] = known
     return known
+
+
+def python_holds(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -> bool:
+    """Say whether a captured output is right for what it reads in Python; what forward writes itself there is tried."""
+    return captured.python.holds(lambda: use_found(lambda: _tried(model, captured, tensors)))
+
+
+def _tried(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -> PythonUse:
+    shapes = captured.shapes_of_one if rows_of(tensors, captured.batch_leaves) == 1 else None
+    if shapes is not None:
+        shapes.clear()
+    with evaluating(model), python_kept(model):
+        return check_output(model, captured, tensors, shapes)
 
 
 def rows_of_batch(call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from efftra_fx.evaluation import Evaluation, evaluating, is_output
+from efftra_fx.evaluation import Evaluation, is_output, python_holds
 from efftra_fx.signature import Call
 from efftra_fx.trace import surroundings_of
 from efftra_fx.variants import MOST_DESCRIBED
@@ -38,7 +38,7 @@ class EvaluationForms:
         order = self.kept if likely is None else [likely, *self.kept]
         for form in order:
             fits = form.around == around and form.fits(call, tensors) and form.captured.allows(tensors)
-            if fits and _goes_on(form, named, buffers) and _is_output(form, model, tensors):
+            if fits and _answers(form, named, buffers) and _is_the_models(form, model, tensors):
                 if len(self.met) >= MOST_DESCRIBED:
                     self.met.clear()
                 self.met[described] = form
@@ -55,14 +55,10 @@ class EvaluationForms:
         self.met[described] = form
 
 
-def _is_output(form: Evaluation, model: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    known = form.captured.known_for(tensors)
-    if known is None:
-        with evaluating(model):
-            known = is_output(model, form.captured, tensors)
-    return known
-
-
-def _goes_on(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:
+def _answers(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:
     guards = form.captured.guards
-    return form.captured.python.moved() is None and (guards is None or guards.broken(dict(named), buffers) is None)
+    return guards is None or guards.broken(dict(named), buffers) is None
+
+
+def _is_the_models(form: Evaluation, model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    return python_holds(model, form.captured, tensors) and is_output(model, form.captured, tensors)

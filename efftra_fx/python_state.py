@@ -2,8 +2,9 @@
 
 A captured step runs no Python. A number that forward counts up on a module, or draws from
 `random` or NumPy, would stay for ever what it was during capture. Where that changes what is
-computed it is refused by name; where it does not, it is said. What a user sets between steps
-(a dropout's `p`, a temperature) makes another form of step.
+computed it is refused by name; where it does not, it is said. What forward leaves behind whatever the
+rows are (the longest length so far, a table for a length) is put there after each step in its place. What
+a user sets between steps (a dropout's `p`, a temperature) makes another form of step.
 """
 
 from __future__ import annotations
@@ -12,31 +13,39 @@ import dis
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
 _KINDS_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_always_called")
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith(_KINDS_OF_HOOKS))
 _MISSING = object()
+_ENOUGH = 4  # values of an attribute that forward writes, after which its value is taken not to matter
 _MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alone
+
+
+Place = tuple[nn.Module, str]
+_LEFT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # attributes that some forward leaves
 
 
 @dataclass(frozen=True)
 class Read:
-    """A name that was read in Python, in words, with its value and how to look it up again."""
+    """A name that was read in Python, in words, with its value and how to look it up again; maybe a `module`'s."""
 
     place: str
     name: str
     value: Any
     look: Callable[[], Any]
+    module: nn.Module | None = None
 
     def __str__(self) -> str:
         return self.place
@@ -46,21 +55,59 @@ class Read:
         """The value that it has at present."""
         return self.look()
 
+    @property
+    def moved(self) -> bool:
+        """Whether it has another value now."""
+        return not _same(self.now, self.value)
+
+    @property
+    def by_forward(self) -> bool:
+        """Whether a forward is known to leave values there."""
+        return self.module is not None and self.name in _LEFT.get(self.module, ())
+
 
 @dataclass(frozen=True)
 class PythonUse:
-    """What one forward read in Python, the attributes that it wrote and the modules that it hooked, in words."""
+    """What a forward read in Python, and the attributes that it wrote and the modules that it hooked, in words.
+
+    `left` is what it leaves on modules, the same for any rows. `others` are uses of the same computation from
+    other values of what forward writes itself, and `met` the one that was met last.
+    """
 
     reads: tuple[Read, ...] = ()
     writes: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
+    left: Mapping[Place, Any] = field(default_factory=dict)
+    others: list[PythonUse] = field(default_factory=list)
+    met: list[PythonUse] = field(default_factory=list)
 
     def moved(self) -> str | None:
         """Say which attribute that forward reads is another one now, or None."""
-        for read in self.reads:
-            if type(read.now) is not type(read.value) or read.now != read.value:
-                return f"{read} was {read.value!r} when the step was captured and is {read.now!r} now"
-        return None
+        read = next((read for read in self.reads if read.moved), None)
+        return None if read is None else f"{read} was {read.value!r} when it was captured and is {read.now!r} now"
+
+    def holds(self, tried: Callable[[], PythonUse | None]) -> bool:
+        """Say whether what was captured is right for the present values.
+
+        Where only what forward writes itself has others it is `tried`, which gives their use if it is; that it
+        was for several, and left the same from all, is enough.
+        """
+        cases = (self, *self.others)
+        use = next((case for case in cases if not any(read.moved for read in case.reads)), None)
+        if use is None and any(all(read.by_forward for read in case.reads if read.moved) for case in cases):
+            last = cases[-_ENOUGH:]
+            if len(last) == _ENOUGH and all(_same_left(case.left, last[0].left) for case in last):
+                use = last[-1]
+            else:
+                use = tried()
+                self.others.extend([use] if use is not None else ())
+        self.met[:] = [use] if use is not None else []
+        return use is not None
+
+    def leave(self) -> None:
+        """Put on modules what a forward would have left there."""
+        for (module, name), value in (self.met[0] if self.met else self).left.items():
+            vars(module)[name] = value
 
 
 class PythonState:
@@ -88,21 +135,41 @@ class PythonState:
 
     def written(self) -> list[str]:
         """Return the attributes that are others now, in words."""
-        return [_place(self.modules[module], name) for module, name in self._changed()]
+        return list(self._named(self._changed()))
 
     def hooked(self) -> list[str]:
         """Return the modules that have other hooks now, in words."""
         return [f"hooks of '{self.modules[module] or 'the model'}'" for module in self._hooked()]
 
-    def use(self, read: dict[tuple[nn.Module, str], Any], loss_fn: Any = None) -> PythonUse:
-        """Return what was read and written since; what forward writes itself is not among what it reads."""
-        changed = set(self._changed())
+    def changed(self, assigned: Iterable[Place] = ()) -> dict[Place, Any]:
+        """Return the attributes that are others now, as they are, and those that were `assigned`."""
+        places = dict.fromkeys((*self._changed(), *(place for place in assigned if place[0] in self.modules)))
+        return {(module, name): vars(module).get(name, _MISSING) for module, name in places if name not in _OWN}
+
+    def use(
+        self,
+        read: Mapping[Place, Any],
+        loss_fn: Any = None,
+        left: Mapping[Place, Any] | None = None,
+        changed: Iterable[Place] | None = None,
+    ) -> PythonUse:
+        """Return what was read, and written since, or what is known to be `changed`.
+
+        Of what forward writes itself, only what it leaves (`left`) is among what it reads.
+        """
+        places, left = self._changed() if changed is None else list(changed), left or {}
+        for module, name in left:
+            _LEFT.setdefault(module, set()).add(name)
         reads = (
-            Read(_place(self.modules[m], n), n, v, partial(vars(m).get, n))
-            for (m, n), v in read.items()
-            if (m, n) not in changed and n not in _OWN
+            Read(_place(self.modules[m], n), n, value, partial(vars(m).get, n), m)
+            for (m, n), value in read.items()
+            if (m, n) in left or (m, n) not in places
         )
-        return PythonUse((*reads, *variables_of(loss_fn)), tuple(self.written()), tuple(self.hooked()))
+        writes = self._named([place for place in places if place not in left])
+        return PythonUse((*reads, *variables_of(loss_fn)), writes, tuple(self.hooked()), left)
+
+    def _named(self, places: Iterable[Place]) -> tuple[str, ...]:
+        return tuple(_place(self.modules[module], name) for module, name in places)
 
     def restore(self) -> None:
         """Give the modules the attributes and hooks that they had, and the generators outside of torch their states.
@@ -125,7 +192,7 @@ class PythonState:
     def _hooked(self) -> list[nn.Module]:
         return [module for module, before in self.hooks.items() if _hooks(module) != before]
 
-    def _changed(self) -> list[tuple[nn.Module, str]]:
+    def _changed(self) -> list[Place]:
         changed = []
         for module, before in self.attributes.items():
             now = _attributes(module)
@@ -147,24 +214,79 @@ def python_kept(*models: object) -> Iterator[None]:
         before.restore()
 
 
+def same_left(first: Mapping[Place, Any], others: Sequence[Mapping[Place, Any]]) -> dict[Place, Any]:
+    """Return what forward leaves on modules whatever the rows are: the same after its `first` call and all `others`.
+
+    Nothing where something is left that cannot be told by its value, since the rest may belong to it.
+    """
+    left = {}
+    for place, value in first.items():
+        if not _is_told(value):
+            return {}
+        if all(place in other and _same(value, other[place]) for other in others):
+            left[place] = value
+    return left
+
+
+def _same_left(a: Mapping[Place, Any], b: Mapping[Place, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same(value, b[place]) for place, value in a.items())
+
+
+def _is_told(value: Any) -> bool:
+    """Say whether a value can be told by what it is: plain, or a tensor that autograd does not follow."""
+    if isinstance(value, tuple):
+        return all(map(_is_told, value))
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    return isinstance(value, (*_PLAIN, torch.dtype, torch.device, torch.Size))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Tensor):
+        return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
+    return bool(a == b)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Plain attributes of modules that were read before they were assigned, with their values, and those assigned.
+
+    Only what a module keeps itself counts, and neither parameters, buffers nor modules.
+    """
+
+    reads: dict[Place, Any] = field(default_factory=dict)
+    assigned: dict[Place, None] = field(default_factory=dict)
+
+
 @contextmanager
-def reads_noted(state: PythonState) -> Iterator[dict[tuple[nn.Module, str], Any]]:
-    """While this lasts, write down the plain attributes that are read of the modules, with their first values."""
-    noted: dict[tuple[nn.Module, str], Any] = {}
-    plain = object.__getattribute__
+def reads_noted(state: PythonState) -> Iterator[Noted]:
+    """While this lasts, write down the attributes that are read and assigned."""
+    noted = Noted()
+    plain, assign = object.__getattribute__, nn.Module.__setattr__
 
     def get(module: Any, name: str) -> Any:
         value = plain(module, name)
         if isinstance(value, _PLAIN) and name not in _OWN and name in plain(module, "__dict__"):
-            if module in state.modules:
-                noted.setdefault((module, name), value)
+            if module in state.modules and (module, name) not in noted.assigned:
+                noted.reads.setdefault((module, name), value)
         return value
 
+    def put(module: nn.Module, name: str, value: Any) -> None:
+        assign(module, name, value)
+        if name in plain(module, "__dict__"):
+            noted.assigned[module, name] = None
+
     nn.Module.__getattribute__ = get  # type: ignore[method-assign]
+    nn.Module.__setattr__ = put  # type: ignore[method-assign, assignment]
     try:
         yield noted
     finally:
         del nn.Module.__getattribute__
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 def variables_of(function: Any) -> list[Read]:
@@ -293,4 +415,4 @@ def _place(path: str, name: str) -> str:
     return f"'{path}.{name}'" if path else f"'{name}' of the model"
 
 
-__all__ = ["PythonState", "PythonUse", "Read", "python_kept", "reads_noted", "variables_of"]
+__all__ = ["Noted", "PythonState", "PythonUse", "Read", "python_kept", "reads_noted", "same_left", "variables_of"]

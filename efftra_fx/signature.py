@@ -218,9 +218,14 @@ def rows_of(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> int:
 
 def rows_round(tensors: Sequence[Tensor], dims: Sequence[int | None], count: int, start: int = 0) -> list[Tensor]:
     """Return the tensors with so many rows: their own, from one on and round again."""
-    order = torch.arange(start, start + count) % rows_of(tensors, dims)
+    rows = rows_of(tensors, dims)
+    return rows_at(tensors, dims, [number % rows for number in range(start, start + count)])
+
+
+def rows_at(tensors: Sequence[Tensor], dims: Sequence[int | None], order: Sequence[int]) -> list[Tensor]:
+    """Return the tensors with the rows of these numbers, one after another."""
     return [
-        t.detach() if d is None else t.detach().index_select(d, order.to(t.device))
+        t.detach() if d is None else t.detach().index_select(d, torch.tensor(order, device=t.device))
         for t, d in zip(tensors, dims, strict=True)
     ]
 

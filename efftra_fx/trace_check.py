@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.opaque import OtherSizesError, nobodys
-from efftra_fx.python_state import PythonState, PythonUse, reads_noted
+from efftra_fx.python_state import Noted, PythonState, PythonUse, python_kept, reads_noted, same_left
+from efftra_fx.signature import rows_at, rows_of
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace import Captured
 
@@ -87,6 +88,14 @@ class _Eager:
         finally:
             held.restore()
 
+    def of_other_rows(self) -> list[_Eager]:
+        """Return two with another number of rows, of which none is in both; none where there is a single row."""
+        dims = self.captured.batch_leaves
+        count = rows_of(self.inputs, dims)
+        copies = 2 if count > 2 else 3
+        chosen = ([row] * copies for row in (0, count - 1)) if count > 1 else ()
+        return [replace(self, inputs=rows_at(self.inputs, dims, rows)) for rows in chosen]
+
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """What holds buffers: the model, and the loss function where it is a module."""
@@ -148,6 +157,14 @@ def on_few_or_all(
     raise CaptureError(str(problem)) from problem.__cause__
 
 
+def use_found(check: Callable[[], PythonUse]) -> PythonUse | None:
+    """Return what a check finds, None where it finds a difference."""
+    try:
+        return check()
+    except CaptureError:
+        return None
+
+
 def first_apart(
     check: Callable[[Sequence[Tensor]], PythonUse], batches: Iterable[Sequence[Tensor]]
 ) -> tuple[Sequence[Tensor], CaptureError] | None:
@@ -192,8 +209,8 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     with _gradients_returned(eager.parameters), tensor_hooks_refused():
         with _own_code("the model and its loss do"), reads_noted(state) as noted:
             loss, gradients, written = eager.step()
-    use = state.use(noted, loss_fn)
-    _refuse_python(eager, state, use, loss)
+    _refuse_draws(eager, state, loss)
+    use = _used(eager, state, noted, "loss", [loss], lambda one: [one.step()[0]])
     with torch.enable_grad():
         results = eager.graph()
         found = _gradients(results[0], eager.parameters)
@@ -232,30 +249,61 @@ def _gradients_returned(parameters: Mapping[str, Tensor]) -> Iterator[None]:
         )
 
 
-def _refuse_python(eager: _Eager, state: PythonState, use: PythonUse, loss: Tensor) -> None:
-    """Raise CaptureError where Python's own random numbers, or attributes that forward writes, decide the loss.
-
-    Leaves the attributes as they were.
-    """
+def _refuse_draws(eager: _Eager, state: PythonState, loss: Tensor) -> None:
+    """Raise CaptureError where Python's own random numbers decide the loss; leave attributes as they are."""
     drawn = state.drawn()
-    if drawn is not None:
-        state.restore()
-        others = [eager.step()[0] for _ in state.extremes()]
-        if any(_apart("the loss", other, loss) is not None for other in others):
-            raise CaptureError(
-                f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
-                "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
-            )
-    if not (use.writes or use.hooked):
+    if drawn is None:
         return
-    again = eager.step()[0]
-    state.restore()
-    if _apart("the loss", again, loss) is not None:
-        written = ", ".join((*use.writes, *use.hooked))
+    with python_kept(*eager.modules):
+        others = [eager.step()[0] for _ in state.extremes()]
+    if any(_apart("the loss", other, loss) is not None for other in others):
         raise CaptureError(
-            f"forward writes {written} and computes another loss with it at the next call, which a captured step "
-            "would not; keep it in a buffer (register_buffer) and write it there in place"
+            f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
+            "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
         )
+
+
+def _used(
+    eager: _Eager,
+    state: PythonState,
+    noted: Noted,
+    what: str,
+    results: Sequence[Tensor],
+    run: Callable[[_Eager], Sequence[Tensor]],
+) -> PythonUse:
+    """Return what a first call, which gave these results, did in Python; put attributes back as they were before.
+
+    Raises CaptureError where it leaves something with which the next call computes something else. What it leaves
+    is told from what follows its batch by calls with other rows.
+    """
+    use, first = state.use(noted.reads, eager.loss_fn), state.changed(noted.assigned)
+    try:
+        if not (first or use.hooked):
+            return use
+        with _own_code("called again, the model does"), reads_noted(state) as again:
+            second = run(eager)
+        if len(second) != len(results) or any(_apart("", a, b) for a, b in zip(second, results, strict=True)):
+            written = ", ".join((*use.writes, *use.hooked))
+            raise CaptureError(
+                f"forward writes {written} and computes another {what} with it at the next call, which a captured "
+                "step would not; keep it in a buffer (register_buffer) and write it there in place"
+            )
+        after = [state.changed(again.assigned)]
+        for other in eager.of_other_rows():
+            state.restore()
+            try:
+                with reads_noted(state) as then:
+                    run(other)
+            except Exception:  # the model may not take these rows: then nothing is known of them
+                return use
+            after.append(state.changed(then.assigned))
+        if len(after) == 1 or use.hooked:  # a mark that is left may say that hooks are set
+            return use
+        left = same_left(first, after)
+        both = [state.use(reads, eager.loss_fn, left, first) for reads in (noted.reads, again.reads)]
+        return replace(both[0], others=both[1:])
+    finally:
+        state.restore()
 
 
 def check_output(
@@ -271,8 +319,7 @@ def check_output(
     state = PythonState(model)
     with _own_code("the model does"), reads_noted(state) as noted:
         leaves = eager.output()
-    use = state.use(noted)
-    state.restore()
+    use = _used(eager, state, noted, "output", _tensors(leaves), lambda one: _tensors(one.output()))
     with torch.no_grad():
         found = eager.graph()[: OUTPUTS[captured.gm].loss]
     assert captured.out_tree is not None
@@ -298,6 +345,10 @@ def check_output(
             eager.output(record)
             raise _explained(eager, difference, record)
     return use
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _eager(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> _Eager:

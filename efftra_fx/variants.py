@@ -14,7 +14,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
-from efftra_fx.captured_step import is_step
+from efftra_fx.captured_step import is_step, python_holds
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
 from efftra_fx.example import find_batch, proof_inputs
@@ -63,16 +63,14 @@ def choose(
         if built.front.captured.flags != flags:
             reason = "modules or parameters of the model were switched (training, requires_grad) since it was captured"
             continue
-        moved = built.front.captured.python.moved()
-        if moved is not None:
-            reason = moved
-            continue
         if not built.front.captured.allows(tensors):
             reason = _OTHER_NUMBER
             continue
         line = broken_guard(built.front, call, tensors, buffers)
         if line is not None:
             reason, branches = f"the step was captured for another answer at {line}", branches + 1
+        elif not python_holds(model, built.front.captured, tensors, loss_fn):
+            reason = built.front.captured.python.moved() or ""
         elif is_step(model, built.front.captured, tensors, loss_fn):
             return index
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from against_eager import assert_matches, compiled
 from habits import Habit, Net, classes, cross_entropy, features
 from torch import Tensor, nn
 
+from efftra_fx import Cluster, compile
 from efftra_fx.errors import CaptureError
 from efftra_fx.python_state import PythonState, reads_noted, variables_of
 
@@ -155,14 +157,14 @@ def test_reads_and_writes_are_told_apart() -> None:
     with reads_noted(state) as noted:
         _counted(model, torch.zeros(1))
         assert model.share == 0.5
-    use = state.use(noted)
+    use = state.use(noted.reads)
     assert [str(read) for read in use.reads] == ["'share' of the model"]
     assert use.writes == ("'calls' of the model",)
     assert use.moved() is None
     state.restore()
     assert model.calls == 0
     model.share = 0.25
-    assert use.moved() == "'share' of the model was 0.5 when the step was captured and is 0.25 now"
+    assert use.moved() == "'share' of the model was 0.5 when it was captured and is 0.25 now"
     assert "__getattribute__" not in vars(nn.Module)
 
 
@@ -215,3 +217,89 @@ def test_hooks_that_each_forward_adds_to_are_refused() -> None:
     habit = Habit(_Collecting(marked=False).double(), (features(),), classes(), _with_reach)
     with pytest.raises(CaptureError, match="forward writes hooks of 'layers.0', .* computes another loss"):
         compiled(habit)
+
+
+class _Longest(nn.Module):
+    """Divides by the longest length so far; may keep a table up to it, and a table for the last length."""
+
+    def __init__(self, tables: bool) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.longest, self.last, self.tables = 4, 0, tables
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        self.length = length
+        h: Tensor = self.words(ids)
+        if self.tables:
+            if length > self.longest or self.last == 0:
+                self.longest = max(length, self.longest)
+                self.table = torch.arange(self.longest, dtype=h.dtype).sin()[:, None].expand(-1, 6)
+            if length != self.last:
+                self.last, self.ramp = length, torch.linspace(0, 1, length, dtype=h.dtype)[:, None]
+            h = h + self.table[: self.length] + self.ramp
+        elif length > self.longest:
+            self.longest = length
+        h = self.out(h)
+        return h if self.tables else h / self.longest
+
+
+def _token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_what_forward_leaves_for_later_batches_is_there(tables: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = _Longest(tables).double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, 9, (6, 5))
+    program = compile(
+        model,
+        Cluster.local(2),
+        example_inputs=(ids,),
+        example_target=ids,
+        loss_fn=_token_loss,
+        stages=2,
+        micro_batches=2,
+        costs="estimated",
+    )
+    for length in (5, 4, 8, 5, 3, 11, 8, 4, 5, 8):
+        ids = torch.randint(0, 9, (6, length))
+        expected = _token_loss(plain.train()(ids), ids)
+        found = program.step(ids, target=ids)
+        assert float((found - expected.detach()).abs()) <= 1e-12
+        assert {n: v for n, v in vars(model).items() if isinstance(v, int)} == {
+            n: v for n, v in vars(plain).items() if isinstance(v, int)
+        }
+        assert torch.allclose(program.evaluate(ids), plain.eval()(ids), rtol=1e-12, atol=1e-12)
+    assert program.check(ids, target=ids).matches
+    said = capsys.readouterr().err
+    assert "forward writes" not in said
+    assert not tables or "is captured" not in said.replace("captured anew for another size", "")
+
+
+class _FollowsRows(nn.Module):
+    """Leaves what follows its batch, which no later call may find as if it were that of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+        self.count, self.top, self.calls = 0, -1.0, 0
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count, self.calls = len(x), self.calls + 1
+        self.seen = x.detach().amax(0)
+        h: Tensor = self.out(x)
+        return h
+
+
+def test_what_follows_the_batch_is_not_left_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model = _FollowsRows().double()
+    habit = Habit(model, (features(),), classes(), cross_entropy)
+    compiled(habit).step(*habit.args, target=habit.target)
+    assert (model.count, model.calls) == (0, 0) and model.seen is None
+    assert "forward writes 'count' of the model, 'calls' of the model, 'seen' of the model in Python" in " ".join(
+        capsys.readouterr().err.split()
+    )
