@@ -13,7 +13,8 @@ from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.errors import CaptureError
 from efftra_fx.example import other_batches
 from efftra_fx.plain_graph import WritesParametersError
-from efftra_fx.python_state import PythonUse, python_kept
+from efftra_fx.python_state import python_kept
+from efftra_fx.python_use import PythonUse
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
 from efftra_fx.trace import Captured, capture

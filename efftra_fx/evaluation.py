@@ -34,7 +34,8 @@ from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
-from efftra_fx.python_state import PythonUse, python_kept
+from efftra_fx.python_state import python_kept
+from efftra_fx.python_use import PythonUse
 from efftra_fx.runtime.drawing import drawing
 from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts

@@ -47,7 +47,8 @@ from efftra_fx.given_gradients import never_given, seldom_given
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
-from efftra_fx.python_state import PythonUse, python_kept
+from efftra_fx.python_state import python_kept
+from efftra_fx.python_use import PythonUse
 from efftra_fx.signature import Call, distinct, rows_of, rows_round, take_rows
 from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_of
 

@@ -24,7 +24,8 @@ from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.opaque import OtherSizesError, nobodys
-from efftra_fx.python_state import Noted, PythonState, PythonUse, python_kept, reads_noted, same_left
+from efftra_fx.python_state import Noted, PythonState, python_kept, reads_noted
+from efftra_fx.python_use import PythonUse, same_left
 from efftra_fx.signature import rows_at, rows_of
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace import Captured
