@@ -111,8 +111,8 @@ class EagerRecord(TorchDispatchMode):
             yield
 
     def writer(self, tensor: Tensor) -> str:
-        """Return the line that wrote into a tensor's memory last."""
-        return self.writers.get(tensor.untyped_storage().data_ptr(), "a line that is not known")
+        """Return the line that wrote into a tensor's memory last; empty where none did."""
+        return self.writers.get(tensor.untyped_storage().data_ptr(), "")
 
 
 def _tensors(value: Any) -> list[Tensor]:

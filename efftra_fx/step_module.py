@@ -51,13 +51,18 @@ class Step(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> Any:
         if self.answers is None:
-            with no_questions(), assignments_written_back():
+            with no_questions(), assignments_written_back(*self.owners):
                 return self.result(tensors)
         guards: list[Asked] = []
-        with self.answers.replaying(guards), assignments_written_back():
+        with self.answers.replaying(guards), assignments_written_back(*self.owners):
             result = self.result(tensors)
         self.note_guards(guards)
         return (*(result if isinstance(result, tuple) else (result,)), *(one.value for one in guards))
+
+    @property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """What holds buffers: the model, and the loss function where it is a module."""
+        return (self.model, self.loss_fn) if isinstance(self.loss_fn, nn.Module) else (self.model,)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return the loss, or the leaves of the output."""

@@ -26,7 +26,7 @@ from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
 from efftra_fx.opaque import OtherSizesError, nobodys
 from efftra_fx.python_state import Noted, PythonState, python_kept, reads_noted
 from efftra_fx.python_use import PythonUse, same_left
-from efftra_fx.signature import rows_at, rows_of
+from efftra_fx.signature import describe, rows_at, rows_of
 from efftra_fx.step_module import LossFn, loss_of
 from efftra_fx.trace import Captured
 
@@ -398,7 +398,15 @@ def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequen
         if difference is not None:
             return difference
     for name in eager.buffers:
-        if name not in outputs.buffers and not torch.equal(written[name].nan_to_num(), eager.before[name].nan_to_num()):
+        now, before = written[name], eager.before[name]
+        if (now.shape, now.dtype) != (before.shape, before.dtype):
+            return _Difference(
+                f"forward puts {describe(now)} in the place of buffer '{name}', which is {describe(before)}, and no "
+                "captured step can",
+                buffer=name,
+                remedy="give it that form in __init__, or call the model once on such a batch before compile",
+            )
+        if name not in outputs.buffers and not torch.equal(now.nan_to_num(), before.nan_to_num()):
             return _Difference(
                 f"forward writes buffer '{name}', and the captured graph does not",
                 buffer=name,
@@ -417,8 +425,9 @@ def _explained(eager: _Eager, difference: _Difference, record: EagerRecord) -> C
             where = differs_backward(gm, eager.operands, record, difference.gradient)
         else:
             assert difference.buffer is not None
-            where = f"it is written at {record.writer(eager.buffers[difference.buffer])}"
-    return CaptureError(f"{difference.text}; {where}; {difference.remedy}")
+            where = record.writer(eager.buffers[difference.buffer])
+            where = f"it is written at {where}" if where else ""
+    return CaptureError("; ".join(filter(None, (difference.text, where, difference.remedy))))
 
 
 def _apart(what: str, expected: Tensor, found: Tensor, **place: Any) -> _Difference | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import compiled
-from habits import Habit, Net, classes, cross_entropy, features
+from against_eager import assert_matches, compiled
+from habits import WIDTH, Habit, Net, classes, cross_entropy, features
 from rig import lay_out
 from torch import Tensor, nn
 
 from efftra_fx import CompiledModel
+from efftra_fx.errors import CaptureError
 from efftra_fx.held_buffers import HeldBuffers
 
 PLANS = (((1,), 1), ((2, 1), 1), ((1,), 3), ((2, 1), 3), ((1, 2), 2))
@@ -98,3 +99,50 @@ def test_a_buffer_that_forward_gives_a_shape_is_put_back_without_it() -> None:
     least.resize_(3).copy_(torch.ones(3))
     held.restore()
     assert least.shape == (0,) and model.least is least
+
+
+def test_what_was_registered_since_is_taken_away() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    held = HeldBuffers(model)
+    model[0].register_buffer("late", torch.ones(2), persistent=False)
+    held.restore()
+    assert not list(model.named_buffers()) and not hasattr(model[0], "late")
+
+
+def _register_late(m: Any, h: Tensor) -> Tensor:
+    if not hasattr(m, "scale"):
+        m.register_buffer("scale", torch.arange(h.shape[1], dtype=h.dtype), persistent=False)
+    out: Tensor = h * m.scale
+    return out
+
+
+def _register_again(m: Any, h: Tensor) -> Tensor:
+    if h.shape[1] > m.reached:
+        m.register_buffer("scale", torch.arange(h.shape[1], dtype=h.dtype))
+        m.reached = h.shape[1]
+    out: Tensor = h * m.scale
+    return out
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_buffer_that_forward_registers_is_refused_until_it_has_done_so(late: bool) -> None:
+    buffers = {} if late else {"scale": torch.ones(WIDTH)}
+    habit = made(_register_late if late else _register_again, **buffers)
+    habit.model.reached = 0  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"registers buffer 'scale' at .*test_held_buffers.py:\d+.*before compile"):
+        compiled(habit)
+    assert dict(habit.model.named_buffers()).keys() == buffers.keys()
+    habit.model(*habit.args)
+    assert_matches(habit)
+
+
+def test_a_buffer_that_forward_gives_another_form_is_refused_by_name() -> None:
+    def grow(m: Any, h: Tensor) -> Tensor:
+        m.seen = torch.cat([m.seen, m.seen])
+        out: Tensor = h * m.seen[0]
+        return out
+
+    habit = made(grow, seen=torch.ones(2))
+    with pytest.raises(CaptureError, match=r"puts float64 \[4\] in the place of buffer 'seen', which is float64 \[2\]"):
+        compiled(habit)
+    assert torch.equal(habit.model.seen, torch.ones(2).double())  # type: ignore[arg-type]
