@@ -15,7 +15,7 @@ from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.errors import BatchError, InputError, LossError
 from efftra_fx.example import find_batch, model_tensors, proof_inputs
-from efftra_fx.front_notes import buffer_notes, norm_notes, opaque_notes, python_notes, sparse_notes
+from efftra_fx.front_notes import buffer_notes, loss_notes, norm_notes, opaque_notes, python_notes, sparse_notes
 from efftra_fx.hooks import check_hooks, hook_notes
 from efftra_fx.meta import BATCH, CONSTANTS, OUTPUTS, PATH, REDUCED, ROLE
 from efftra_fx.parts import Parts
@@ -121,6 +121,7 @@ def front_end(
     once = counters(gm)
     buffers = buffer_notes(gm, once, norms)
     notes = (
+        *loss_notes(captured),
         *norm_notes(norms, options.batch_norm),
         *buffers,
         *hook_notes(*models),

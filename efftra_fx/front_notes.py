@@ -23,6 +23,13 @@ def python_notes(captured: Captured) -> tuple[str, ...]:
     )
 
 
+def loss_notes(captured: Captured) -> tuple[str, ...]:
+    """Say once where in a model's output its loss was found, if it does not say so itself."""
+    if not captured.first_is_loss:
+        return ()
+    return ("the model returns a tuple, and its first element, a scalar, is taken as the loss; loss_fn= takes another",)
+
+
 def sparse_notes(captured: Captured) -> tuple[str, ...]:
     return tuple(
         f"the gradient of what is looked up{line} is dense, where the model asks for a sparse one: use an optimizer "

@@ -47,6 +47,7 @@ class Step(nn.Module):
         self.note_tree = note_tree  # a tracer takes back what forward writes on modules, so it is told outside
         self.answers: Answers | None = None
         self.note_guards: Callable[[list[Asked]], None] = lambda guards: None
+        self.note_first: Callable[[], None] = lambda: None  # that a tuple's first element is the loss
         self.call_loss: LossFn | None = None  # in place of the loss function itself
 
     def forward(self, tensors: list[Tensor]) -> Any:
@@ -69,6 +70,8 @@ class Step(nn.Module):
         args, kwargs, target = self.call_structure.rebuild(tensors)
         output = self.model(*args, **kwargs)
         if self.want == "loss":
+            if self.loss_fn is None and _begins_with_loss(output):
+                self.note_first()
             return loss_of(output, self.call_loss or self.loss_fn, target, self.call_structure.has_target)
         leaves, tree = take_apart(output)
         flat = [leaf for _, leaf in leaves]
@@ -153,9 +156,21 @@ def _own_loss(output: Any) -> Any:
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
     loss = getattr(output, "loss", None)
-    if loss is None:
-        raise LossError(
-            f"the model returned {type(output).__name__} without a loss; "
-            "give loss_fn=, or the labels with which the model computes its own loss"
-        )
-    return loss
+    if loss is not None:
+        return loss
+    if _begins_with_loss(output):
+        return output[0]
+    first = f" (it begins with shape {_sizes(output[0])})" if _begins_with_tensor(output) else ""
+    raise LossError(
+        f"the model returned {type(output).__name__} without a loss{first}; "
+        "give loss_fn=, or the labels with which the model computes its own loss"
+    )
+
+
+def _begins_with_tensor(output: Any) -> bool:
+    return isinstance(output, tuple) and bool(output) and isinstance(output[0], Tensor)
+
+
+def _begins_with_loss(output: Any) -> bool:
+    """Say whether a model returns a tuple of its loss, a scalar, and more."""
+    return _begins_with_tensor(output) and output[0].ndim == 0 and output[0].is_floating_point()

@@ -75,6 +75,7 @@ class Captured:
     flags: tuple[Any, ...] = ()
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
+    first_is_loss: bool = False  # the model returns a tuple, whose first element is its loss
     most_rows: int = 0  # of a graph with code that runs as it is: up to how many rows it was tried; 0 for any
     aligned: bool = False  # joined of what two numbers of rows gave, so that others are to be tried
     assumed: tuple[Assumed, ...] = ()  # of sizes, in tracing
@@ -203,9 +204,11 @@ class _Attempt:
         """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
         trees: list[OutputTree] = []
         guards: list[list[Asked]] = []
+        first: list[None] = []
         step = Step(self.model, self.loss_fn, self.call, self.want, trees.append)
         step.training = self.model.training
         step.answers, step.note_guards, step.call_loss = self.answers, guards.append, self.whole_loss
+        step.note_first = lambda: first.append(None)
         exported = self.exported(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = plain_graph(exported, step, asked)
@@ -228,6 +231,7 @@ class _Attempt:
             opaque,
             flags,
             whole_loss=reason,
+            first_is_loss=bool(first),
             most_rows=2 * rows_of(self.tensors, self.batch_leaves) if opaque and not self.undivided else 0,
             aligned=aligned,
             assumed=tuple(filter(None, [assumed_of(inputs_of(gm))])),

@@ -150,8 +150,22 @@ def test_a_model_without_a_loss_is_refused() -> None:
         def forward(self, x: Tensor, *more: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(x), x
 
-    with pytest.raises(LossError, match="returned tuple without a loss; give loss_fn="):
+    with pytest.raises(LossError, match=r"returned tuple without a loss \(it begins with shape \[7, 3\]\); give loss"):
         compiled(Habit(Gives().double(), (features(),)))
+
+
+def test_a_tuple_that_begins_with_a_scalar_gives_the_models_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    class Gives(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            output = super().forward(x)
+            return F.cross_entropy(output, labels), output
+
+    habit = Habit(Gives().double(), (features(), classes()))
+    program = assert_matches(habit)
+    assert "its first element, a scalar, is taken as the loss" in capsys.readouterr().err
+    loss, output = habit.model(*habit.args)
+    torch.testing.assert_close(program.step(*habit.args), loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(program.evaluate(*habit.args), (loss.detach(), output.detach()))
 
 
 def test_a_loss_of_no_parameter_is_refused() -> None:
