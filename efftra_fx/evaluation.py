@@ -112,7 +112,7 @@ def compile_evaluation(
     with evaluating(model), python_kept(model):
         captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, tensors if rows == 1 else None)
     graph = copy_graph(captured.gm)
-    gm = LayoutFree(dims)(graph) if layout_free else graph
+    gm = LayoutFree(dims, captured.opaque)(graph) if layout_free else graph
     alike, places = draws_alike(gm), dims
     if alike:
         places = (*dims, *KEY_DIMS.values())

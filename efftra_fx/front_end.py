@@ -84,7 +84,12 @@ def front_end(
     loss_dtype = next(n for n in captured.gm.graph.nodes if n.op == "output").args[0][0].meta["val"].dtype
     names, alone, gm = list(call.tensor_names), None, copy_graph(captured.gm)
     if options.rng == "layout_free":
-        gm = run_passes(gm, (LayoutFree(dims),), ("role", "outputs"), lambda name, graph, _: report.graph(name, graph))
+        gm = run_passes(
+            gm,
+            (LayoutFree(dims, captured.opaque),),
+            ("role", "outputs"),
+            lambda name, graph, _: report.graph(name, graph),
+        )
         if draws_alike(gm):
             alone = copy_graph(gm)
             names, dims = [*names, *KEY_DIMS], (*dims, *KEY_DIMS.values())

@@ -8,7 +8,7 @@ sent. What has no rows (a mask of a weight) takes the keys of row -1 and is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import fx
 from efftra_fx.draws import KEEP, ROW_KEYS, UNIFORM, WHOLE_KEYS
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import PATH, ROLE, SOURCE, Role
-from efftra_fx.opaque import is_opaque
+from efftra_fx.opaque import is_opaque, kind_of
 
 from .batch_evaluate import is_random
 from .draw_rules import RULES
@@ -31,9 +31,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LayoutFree:
-    """Rewrite every operator that draws; add the inputs `random:rows` and `random:whole` where one does."""
+    """Rewrite every operator that draws; add the inputs `random:rows` and `random:whole` where one does.
+
+    `kept` are the modules that run as they are, each with the reason.
+    """
 
     batch_leaves: tuple[int | None, ...]
+    kept: tuple[tuple[str, str], ...] = ()
     name: ClassVar[str] = "layout-free"
     needs: ClassVar[tuple[str, ...]] = ("role", "outputs")
     gives: ClassVar[tuple[str, ...]] = ()
@@ -43,6 +47,8 @@ class LayoutFree:
         if drawing:
             drawer = Drawer(gm, self.batch_leaves)
             for node in drawing:
+                if is_opaque(node.target):
+                    raise CaptureError(_kept_whole(node, dict(self.kept)))
                 with gm.graph.inserting_before(node):
                     _replace(node, drawer)
             gm.graph.eliminate_dead_code()
@@ -144,11 +150,24 @@ class Drawer:
         raise CaptureError(self.refusal(f"values of size {expr}"))
 
 
+def _kept_whole(node: fx.Node, kept: Mapping[str, str]) -> str:
+    """Return words on why what code draws that runs as it is cannot be had."""
+    path = PATH.get(node) or ""
+    if path in kept:
+        called = f"'{path}'" if path else "the model"
+        what = f"what {called} draws, which runs as it is since {kept[path]}"
+    else:
+        name = str(kind_of(node.target)).rpartition("::")[2]
+        what = f"what '{name}' draws, which runs as it is ({SOURCE.get(node) or path or node.name})"
+    return (
+        f"rng='layout_free' cannot draw {what}; let it draw nothing (a dropout of 0), or use rng='plan', where masks "
+        "depend on the plan"
+    )
+
+
 def _replace(node: fx.Node, drawer: Drawer) -> None:
     drawer.node = node
     rule = RULES.get(node.target)
-    if is_opaque(node.target):
-        raise CaptureError(drawer.refusal(f"what '{PATH.get(node) or node.name}' draws, which runs as it is"))
     if rule is None:
         raise CaptureError(drawer.refusal(f"what {node.target} draws"))
     if argument(node, "generator") is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -231,8 +232,26 @@ def test_a_module_that_no_tracer_can_follow_trains_as_on_one_device(
 
 
 def test_what_it_draws_cannot_be_drawn_alike_by_any_plan() -> None:
-    with pytest.raises(CaptureError, match="rng='layout_free' cannot draw what 'first' draws, which runs as it is"):
+    where = r"since it .* at .*\.py:\d+; .*rng=.plan"
+    with pytest.raises(CaptureError, match=rf"cannot draw what 'first' draws, which runs as it is {where}"):
         compiled(with_first(Noisy()), 1, rng="layout_free")
+    habit = with_first(Noisy())
+    inner = habit.model
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return F.dropout(out, 0.5) * (2 if out.sum() > 0 else 1)
+
+    with pytest.raises(CaptureError, match=rf"cannot draw what the model draws, which runs as it is {where}"):
+        compiled(replace(habit, model=Whole()), 1, rng="layout_free")
+    function = plain(lambda m, h: Masked.apply(h))  # type: ignore[no-untyped-call]
+    with pytest.raises(CaptureError, match=r"draw what 'Masked' draws, which runs as it is \(File .*, line \d+"):
+        compiled(function, 1, rng="layout_free")
 
 
 def test_gradients_of_what_runs_as_it_is_are_computed_in_its_own_precision() -> None:
