@@ -164,7 +164,7 @@ class Watch:
         """Watch while this lasts."""
         with ExitStack() as stack:
             for path, module in self.modules.items():
-                stack.enter_context(_forward_replaced(module, self._watched(path, module, module.forward)))
+                stack.enter_context(forward_replaced(module, self._watched(path, module, module.forward)))
             yield
 
     def _watched(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +224,7 @@ def modules_kept_whole(
                 _refuse_other_results(path, one, other)
             for (one, other), pieces in zip(calls, parts, strict=False):
                 _refuse_selections(path, (one, other), pieces)
-            stack.enter_context(_forward_replaced(module, _opaque_forward(path, module, iter(calls), undivided)))
+            stack.enter_context(forward_replaced(module, _opaque_forward(path, module, iter(calls), undivided)))
         yield
 
 
@@ -239,8 +239,15 @@ class NotKeptError(CaptureError):
 
 
 def _refuse_other_results(path: str, one: Seen, other: Seen) -> None:
-    if one.structure != other.structure or one.constants != other.constants:
-        raise NotKeptError(path, "returns more than tensors, and that changes with the batch", "return tensors alone")
+    if one.structure == other.structure and one.constants == other.constants:
+        return
+    tensors = [sum(seen.tensors) for seen in (one, other)]
+    counts = f" ({tensors[0]} tensors and {tensors[1]})" if tensors[0] != tensors[1] else ""
+    raise NotKeptError(
+        path,
+        f"returns other things from call to call{counts}, by values of the batch or by random numbers",
+        "return the same number of tensors each time, and nothing besides (use_cache=False leaves out a cache)",
+    )
 
 
 def _refuse_selections(path: str, pair: tuple[Seen, Seen], halves: tuple[Seen, Seen]) -> None:
@@ -290,7 +297,7 @@ def _opaque_forward(
             # What it writes into must not be what it was given.
             held = {n: t.clone() if n in written else t for n, t in zip(names, operands, strict=False)}
             put = {f"module.{place}": held[n] for place, n in places_in.items()}
-            with _forward_replaced(module, original), _modes_set(modes):
+            with forward_replaced(module, original), _modes_set(modes):
                 output, news = call_with(bare, put, (written, *given), named)
             sizes = sizes_of(operands[len(names) :])
             results = _as_said([value for _, value in take_apart(output)[0] if isinstance(value, Tensor)], sizes)
@@ -422,7 +429,8 @@ def _unexplained(path: str, x: int, y: int) -> NotKeptError:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module call this in place of its own forward while this lasts."""
     before = module.__dict__.get("forward")
     object.__setattr__(module, "forward", forward)
     try:

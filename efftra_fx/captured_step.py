@@ -10,8 +10,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
+from efftra_fx.capture_opaque import called
 from efftra_fx.errors import CaptureError
-from efftra_fx.example import other_batches
+from efftra_fx.example import model_tensors, operands_of, other_batches
+from efftra_fx.left_out import may_leave_out
 from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
@@ -73,6 +75,7 @@ def capture_step(
             begin = time.perf_counter()
             needs_all = found.guards is not None or whole_loss or not found.known_for(small)
             few = tensors if needs_all else small
+            _refuse_left_out(model, found, few, loss_fn)
             use = on_few_or_all(lambda rows: check_capture(model, found, rows, loss_fn), few, tensors)
             if found.guards is None and (found.aligned or whole_loss):
                 check_other_rows(found)
@@ -167,3 +170,15 @@ def python_holds(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]
 
 
 _OTHER_ALONE = "it computes something else for a single row than what several rows show"
+
+
+def _refuse_left_out(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], loss_fn: LossFn | None) -> None:
+    """Raise NotCapturedError where code that runs as it is may keep a gradient from what others compute, by chance."""
+    held = model_tensors(model, loss_fn, captured.gm) if captured.opaque else {}
+    found = may_leave_out(captured.gm, operands_of(captured.gm, held, tensors)) if captured.opaque else None
+    if found is not None:
+        raise NotCapturedError(
+            f"the model cannot be captured as a graph: {called(found[0])} runs as it is and leaves out, by random "
+            f"numbers, what others compute, so that '{found[1]}' has no gradient then; drop nothing there "
+            "(layerdrop=0), or multiply by what is drawn in place of a branch"
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.errors import BatchError, InputError
-from efftra_fx.meta import CONSTANTS
+from efftra_fx.meta import CONSTANTS, ROLE
 from efftra_fx.signature import Call, rows_of, rows_round
 
 _PROOF_ROWS = 3
@@ -71,6 +71,13 @@ def model_tensors(model: nn.Module, loss_fn: Any, gm: fx.GraphModule) -> dict[tu
         found.update({("buffer", prefix + n): b for n, b in module.named_buffers()})
     found.update({("constant", n): c for n, c in CONSTANTS[gm].items()})
     return found
+
+
+def operands_of(gm: fx.GraphModule, held: Mapping[tuple[str, str], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a graph takes, in order: inputs, and the tensors that the model holds."""
+    source = iter(inputs)
+    roles = [ROLE[n] for n in gm.graph.nodes if n.op == "placeholder"]
+    return [next(source) if role.kind == "input" else held[role.kind, role.name].detach() for role in roles]
 
 
 def proof_inputs(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:

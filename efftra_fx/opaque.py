@@ -171,18 +171,27 @@ def returned_by(node: fx.Node) -> list[fx.Node]:
 
 def run_without_chance(operator: Any, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return what an operator gives where every draw gives the same fixed number."""
-    with torch.no_grad(), NoChance():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), NoChance():
         return [_own(t) for t in _RUNS[operator](operands)]
 
 
+def draws(operator: Any) -> bool:
+    """Say whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
 def pulled_back(
-    operator: Any, operands: Sequence[Tensor], gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    operator: Any,
+    operands: Sequence[Tensor],
+    gradients: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    unit: float = 0.5,
 ) -> list[Tensor | None]:
     """Return the operands' gradients as an operator's own code gives them, every draw the same fixed number.
 
-    `gradients` makes the results' gradients; an operand that gets none has None.
+    `gradients` makes the results' gradients; an operand that gets none has None. `unit` is what is drawn between
+    0 and 1.
     """
-    with torch.enable_grad(), NoChance():  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), NoChance(unit):
         leaves = [t.detach().requires_grad_(_differentiable(t)) for t in operands]
         results = _RUNS[operator]([*leaves])
         pairs = [(r, g) for r, g in zip(results, gradients(results), strict=True) if r.requires_grad]
@@ -267,6 +276,7 @@ def _differentiable(tensor: Tensor) -> bool:
 __all__ = [
     "NOTHING",
     "OtherSizesError",
+    "draws",
     "is_opaque",
     "kind_of",
     "lowers_precision",

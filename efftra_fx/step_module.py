@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.capture_guards import Answers, Asked, no_questions
+from efftra_fx.capture_opaque import forward_replaced
 from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import LossError
 from efftra_fx.held_buffers import assignments_written_back
@@ -132,6 +134,21 @@ def loss_of(output: Any, loss_fn: LossFn | None, target: Any, has_target: bool) 
         kind = str(loss.dtype).removeprefix("torch.")
         raise LossError(f"{name} returned a loss of dtype {kind}, expected a real floating-point number")
     return loss.reshape(())
+
+
+@contextmanager
+def loss_alone(model: nn.Module, note_first: Callable[[], None]) -> Iterator[None]:
+    """Let a model that gives its own loss return nothing else: what else it returns may change from call to call."""
+    forward = model.forward
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        output = forward(*args, **kwargs)
+        if _begins_with_loss(output):
+            note_first()
+        return loss_of(output, None, None, False)
+
+    with forward_replaced(model, loss):
+        yield
 
 
 def _needs_target(loss_fn: LossFn) -> bool:

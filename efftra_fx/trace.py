@@ -50,7 +50,7 @@ from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph,
 from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
 from efftra_fx.signature import Call, distinct, rows_of, rows_round, take_rows
-from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_of
+from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_alone, loss_of
 
 
 @dataclass(frozen=True)
@@ -199,16 +199,16 @@ class _Attempt:
     whole_loss: WholeLoss | None = None
     moving: Sequence[Sequence[int]] = ()
     undivided: bool = False
+    first: list[None] = field(default_factory=list)  # not empty where the model's loss begins a tuple
 
     def capture(self) -> Captured:
         """Export the step; raises AsksValuesError where it asks for values that nobody wrote down."""
         trees: list[OutputTree] = []
         guards: list[list[Asked]] = []
-        first: list[None] = []
         step = Step(self.model, self.loss_fn, self.call, self.want, trees.append)
         step.training = self.model.training
         step.answers, step.note_guards, step.call_loss = self.answers, guards.append, self.whole_loss
-        step.note_first = lambda: first.append(None)
+        step.note_first = self.note_first
         exported = self.exported(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = plain_graph(exported, step, asked)
@@ -231,11 +231,24 @@ class _Attempt:
             opaque,
             flags,
             whole_loss=reason,
-            first_is_loss=bool(first),
+            first_is_loss=bool(self.first),
             most_rows=2 * rows_of(self.tensors, self.batch_leaves) if opaque and not self.undivided else 0,
             aligned=aligned,
             assumed=tuple(filter(None, [assumed_of(inputs_of(gm))])),
         )
+
+    def note_first(self) -> None:
+        """Write down that the model's loss begins a tuple."""
+        self.first.append(None)
+
+    @contextmanager
+    def loss_alone(self) -> Iterator[None]:
+        """Let a model that runs as it is, and gives its own loss, return nothing else to a step."""
+        if "" not in self.opaque or self.want != "loss" or self.loss_fn is not None:
+            yield
+            return
+        with loss_alone(self.model, self.note_first):
+            yield
 
     def exported(
         self,
@@ -256,6 +269,7 @@ class _Attempt:
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(padding_zeroed(self.want == "loss"))
             stack.enter_context(python_kept(self.model, self.loss_fn))  # what forward keeps of a trace is fake
+            stack.enter_context(self.loss_alone())
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches, undivided=self.undivided))
             return export_step(step, tensors, batch_leaves, moving)
@@ -378,7 +392,7 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     def run(part: slice) -> None:
         step.result([t.clone() for t in take_rows(attempt.tensors, attempt.batch_leaves, part)])
 
-    with _state_kept(attempt):
+    with _state_kept(attempt), attempt.loss_alone():
         with watches[0].on(), answers.recording(), _own_code(attempt):
             run(slice(0, rows))
         with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from efftra_fx.capture_checkpoints import checkpoints_inline
+from efftra_fx.capture_guards import NotCapturedError
 from efftra_fx.capture_norms import norms_of_one_device
 from efftra_fx.containers import take_apart
 from efftra_fx.errors import CaptureError, EfftraError
@@ -47,6 +48,7 @@ class _Difference:
     gradient: str | None = None
     buffer: str | None = None
     remedy: str = _LOOK
+    absent: bool = False  # a gradient is there on one side alone
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,7 @@ def _gradients_apart(expected: Mapping[str, Tensor | None], found: Mapping[str, 
                 f"the gradient of '{name}' exists in {has} and not in {lacks}: the graph is not the model",
                 gradient=name,
                 remedy="look for a custom autograd.Function, a hook or a detach on the way to it",
+                absent=True,
             )
     return None
 
@@ -417,7 +420,12 @@ def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequen
 
 def _explained(eager: _Eager, difference: _Difference, record: EagerRecord) -> CaptureError:
     """Return the error that says what differs, and where the graph first leaves the model."""
-    gm = eager.captured.gm
+    gm, kept = eager.captured.gm, [path for path, _ in eager.captured.opaque]
+    if difference.absent and kept and "" not in kept:
+        return NotCapturedError(
+            f"the model cannot be captured as a graph: what runs as it is ({', '.join(kept)}) leaves out what others "
+            f"compute, so that '{difference.gradient}' has no gradient; multiply by zero what is not to count"
+        )
     with _casts_in_graph():
         if difference.result is not None:
             where = differs_forward(gm, eager.operands, record, difference.result)

@@ -80,7 +80,7 @@ def test_what_a_dropout_of_features_hides_is_seen_while_the_batch_is_proven() ->
 
 def test_without_chance_nothing_is_dropped_and_draws_are_one_half() -> None:
     x = torch.arange(6.0).view(2, 3)
-    with torch.no_grad(), NoChance():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), NoChance():
         assert torch.equal(F.dropout(x, 0.9) * 0.2, x)  # in eval's form a half is kept, scaled by ten
         assert torch.equal(torch.native_dropout(x, 0.9, True)[0], x)
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
@@ -91,3 +91,12 @@ def test_without_chance_nothing_is_dropped_and_draws_are_one_half() -> None:
         assert torch.equal(torch.multinomial(x + 1, 2), torch.full((2, 2), 2))
         assert torch.equal(torch.randperm(3), torch.tensor([2, 1, 0]))
         assert torch.equal(F.rrelu(-x, 0.2, 0.4, True), -0.3 * x)
+
+
+def test_the_least_and_the_most_that_may_be_drawn() -> None:
+    with torch.no_grad(), NoChance(0.0):
+        assert torch.equal(torch.rand(2), torch.zeros(2)) and float(torch.randn(())) == -4
+        assert torch.equal(torch.randint(5, 9, (2,)), torch.full((2,), 5)) and not torch.bernoulli(torch.tensor(0.5))
+    with torch.no_grad(), NoChance(0.75):
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.75)) and float(torch.empty(()).normal_()) == 2
+        assert torch.equal(torch.randint(5, 9, (2,)), torch.full((2,), 8)) and torch.bernoulli(torch.tensor(0.5))
