@@ -159,6 +159,11 @@ class Watch:
         self.calls: dict[str, list[Seen]] = {path: [] for path in modules}
         self.modules = modules
 
+    @property
+    def draws(self) -> bool:
+        """Whether any of the calls drew random numbers."""
+        return any(seen.draws for calls in self.calls.values() for seen in calls)
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch while this lasts."""
@@ -207,20 +212,26 @@ def modules_kept_whole(
     first: Watch,
     second: Watch,
     halves: tuple[Watch, Watch] | None = None,
+    extremes: Sequence[Watch] = (),
     undivided: bool = False,
 ) -> Iterator[None]:
     """While this lasts, calls of these modules become opaque operators.
 
     `first` and `second` watched the model on batches of different sizes: from them the shapes of results
     are known. `halves` watched it on the halves of the first batch, where it takes them: what adds up to the whole's
-    size without following the rows was selected by values. `undivided` ones see the whole batch.
+    size without following the rows was selected by values. `extremes` watched it on the first batch with the least
+    and the most that it may draw. `undivided` ones see the whole batch.
     Raises NotKeptError for a module that cannot be one node.
     """
     with ExitStack() as stack:
         for path, module in modules.items():
             calls = list(zip(first.calls[path], second.calls[path], strict=False))
             parts = list(zip(*(half.calls[path] for half in halves), strict=False)) if halves is not None else []
-            for one, other in calls:
+            others = [watch.calls[path] for watch in extremes if len(watch.calls[path]) == len(first.calls[path])]
+            for one, other in (
+                *calls,
+                *(pair for found in others for pair in zip(first.calls[path], found, strict=True)),
+            ):
                 _refuse_other_results(path, one, other)
             for (one, other), pieces in zip(calls, parts, strict=False):
                 _refuse_selections(path, (one, other), pieces)

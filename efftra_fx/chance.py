@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
+EXTREMES = (0.0, 1.0 - 2.0**-20)  # what numbers between 0 and 1 are at least, and about at most
+
+_MOST_DRAWS = 10_000
 _WIDE = 8.0  # how far numbers from a normal distribution reach, from least to most
 
 
@@ -66,16 +69,20 @@ def _one(
 
 
 class NoChance(TorchDispatchMode):
-    """While this mode is on, operators that draw give what `without_chance` says."""
+    """While this mode is on, operators that draw give what `without_chance` says.
+
+    After very many draws they draw again: some code draws until a number fits.
+    """
 
     def __init__(self, unit: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.unit = unit
+        self.unit, self.left = unit, _MOST_DRAWS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and self.left:
+            self.left -= 1
             return without_chance(func, args, kwargs or {}, self.unit)
         return func(*args, **(kwargs or {}))
 
 
-__all__ = ["NoChance", "without_chance"]
+__all__ = ["EXTREMES", "NoChance", "without_chance"]

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from efftra_fx.chance import EXTREMES
 from efftra_fx.first_difference import run_nodes
 from efftra_fx.meta import OUTPUTS, PATH, ROLE
 from efftra_fx.opaque import draws, is_opaque, pulled_back
 from efftra_fx.walks import ancestors
-
-_EXTREMES = (0.0, 1.0 - 2.0**-20)
 
 Edge = tuple[fx.Node, fx.Node]
 
@@ -47,7 +46,7 @@ def _left_out(node: fx.Node, values: dict[fx.Node, Any]) -> set[fx.Node]:
     operands: Any = node.args[0]
     given = [values[n].detach() for n in operands]
     found: set[fx.Node] = set()
-    for unit in _EXTREMES:
+    for unit in EXTREMES:
         try:
             gradients = pulled_back(node.target, given, lambda results: [torch.ones_like(r) for r in results], unit)
         except (RuntimeError, ValueError, IndexError):  # such draws need not be possible

@@ -8,7 +8,7 @@ the loss and then the new values of the buffers that the forward writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +42,7 @@ from efftra_fx.capture_opaque import (
 )
 from efftra_fx.capture_packed import sequences_kept_padded
 from efftra_fx.capture_refused import own_chance_refused
+from efftra_fx.chance import EXTREMES, NoChance
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.given_gradients import never_given, seldom_given
 from efftra_fx.held_buffers import HeldBuffers
@@ -179,7 +180,7 @@ def surroundings_of(model: nn.Module) -> tuple[Any, ...]:
 
 _LEAST_ALIGNED = 3  # two numbers of rows are held side by side, and one row is not like several: it broadcasts
 
-Watches = tuple[Watch, Watch, tuple[Watch, Watch] | None]
+Watches = tuple[Watch, Watch, tuple[Watch, Watch] | None, tuple[Watch, ...]]
 
 
 @dataclass
@@ -392,19 +393,34 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     def run(part: slice) -> None:
         step.result([t.clone() for t in take_rows(attempt.tensors, attempt.batch_leaves, part)])
 
+    def run_all() -> None:
+        run(slice(0, rows))
+
     with _state_kept(attempt), attempt.loss_alone():
         with watches[0].on(), answers.recording(), _own_code(attempt):
             run(slice(0, rows))
         with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):
             run(slice(0, max(1, rows - 1)))
+        extremes = tuple(filter(None, (_at_most(run_all, kept, unit) for unit in EXTREMES if watches[0].draws)))
         try:
             for watch, part in zip(halves, (slice(0, rows // 2), slice(rows // 2, rows)), strict=True):
                 if kept:
                     with watch.on():
                         run(part)
         except Exception:  # a half may be too small for the model
-            return answers, (*watches, None)
-    return answers, (*watches, halves)
+            return answers, (*watches, None, extremes)
+    return answers, (*watches, halves, extremes)
+
+
+def _at_most(run: Callable[[], None], kept: Mapping[str, nn.Module], unit: float) -> Watch | None:
+    """Watch a run that draws one number alone; None where it does not run so, which need not be possible."""
+    watch = Watch(kept)
+    try:
+        with watch.on(), NoChance(unit):
+            run()
+    except Exception:  # whatever the user's code makes of such numbers
+        return None
+    return watch
 
 
 def _eager(attempt: _Attempt) -> Step:

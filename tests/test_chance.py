@@ -100,3 +100,9 @@ def test_the_least_and_the_most_that_may_be_drawn() -> None:
     with torch.no_grad(), NoChance(0.75):
         assert torch.equal(torch.rand(2), torch.full((2,), 0.75)) and float(torch.empty(()).normal_()) == 2
         assert torch.equal(torch.randint(5, 9, (2,)), torch.full((2,), 8)) and torch.bernoulli(torch.tensor(0.5))
+
+
+def test_code_that_draws_until_a_number_fits_ends() -> None:
+    with torch.no_grad(), NoChance(0.0):
+        while float(torch.rand(())) < 0.5:
+            pass
