@@ -139,7 +139,7 @@ class Seen:
     """One call of a module on real tensors: shapes of its tensor operands and results, and what it did besides.
 
     `constants` are the results that are no tensors, None where one is, and `tensors` says where; `written` are
-    buffers by name.
+    buffers by name, and `filled` the operands that it writes into, by number.
     """
 
     operands: tuple[tuple[int, ...], ...]
@@ -150,6 +150,7 @@ class Seen:
     tensors: tuple[bool, ...]
     draws: bool
     written: tuple[str, ...]
+    filled: tuple[int, ...] = ()
 
 
 class Watch:
@@ -176,6 +177,7 @@ class Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             operands = [t for _, t in take_apart((args, kwargs))[0] if isinstance(t, Tensor)]
             held = {name: (b, b._version, b.detach().clone()) for name, b in module.named_buffers()}
+            versions = [t._version for t in operands]
             states = random_states([*module.parameters(), *operands])
             output = forward(*args, **kwargs)
             leaves, structure = take_apart(output)
@@ -194,6 +196,7 @@ class Watch:
                     tuple(isinstance(t, Tensor) for t in results),
                     any(not torch.equal(a, b) for a, b in zip(states, after, strict=True)),
                     written,
+                    tuple(i for i, (t, v) in enumerate(zip(operands, versions, strict=True)) if t._version != v),
                 )
             )
             return output
@@ -297,15 +300,17 @@ def _opaque_forward(
         state = {n: t for n, t in (*module.named_parameters(), *module.named_buffers())}
         names, places_in = list(state), places_of(module)
         written = [n for n in names if any(n in seen.written for seen in pair)]
+        into = sorted({number for seen in pair for number in seen.filled})
 
         sizes_of = _size_rule(path, pair)
 
         def run(operands: Sequence[Tensor]) -> list[Tensor]:
+            # What it writes into must not be what it was given.
+            own = [t.clone() if i in into else t for i, t in enumerate(operands[len(names) :])]
             filled = list(flat)
-            for place, operand in zip(places, operands[len(names) :], strict=True):
+            for place, operand in zip(places, own, strict=True):
                 filled[place] = operand
             given, named = tree.rebuild(filled)
-            # What it writes into must not be what it was given.
             held = {n: t.clone() if n in written else t for n, t in zip(names, operands, strict=False)}
             put = {f"module.{place}": held[n] for place, n in places_in.items()}
             with forward_replaced(module, original), _modes_set(modes):
@@ -313,14 +318,15 @@ def _opaque_forward(
             sizes = sizes_of(operands[len(names) :])
             results = _as_said([value for _, value in take_apart(output)[0] if isinstance(value, Tensor)], sizes)
             _refuse_other_sizes(path, results, sizes)
-            return [*results, *(value.detach() for value in news)]
+            return [*results, *(own[i] for i in into), *(value.detach() for value in news)]
 
         def shape(operands: Sequence[Tensor]) -> list[Tensor]:
             sizes, device = sizes_of(operands[len(names) :]), operands[0].device
             made = [torch.empty(s, dtype=d, device=device) for s, d in zip(sizes, pair[0].dtypes, strict=True)]
-            return [*made, *(torch.empty_like(operands[names.index(n)]) for n in written)]
+            kept = [*(operands[len(names) + i] for i in into), *(operands[names.index(n)] for n in written)]
+            return [*made, *(torch.empty_like(t) for t in kept)]
 
-        count = len(pair[0].results)
+        count = len(pair[0].results) + len(into)
         operands = [*state.values(), *(flat[i] for i in places)]
         operator = make_operator(
             path,
@@ -335,7 +341,9 @@ def _opaque_forward(
         with torch.no_grad():
             for name, value in zip(written, found[count:], strict=False):
                 state[name].copy_(value)
-        tensors = iter(found[:count])
+        for number, value in zip(into, found[count - len(into) : count], strict=True):
+            flat[places[number]].copy_(value)
+        tensors = iter(found[: count - len(into)])
         kinds = zip(pair[0].constants, pair[0].tensors, strict=True)
         return pair[0].structure.rebuild([next(tensors) if is_tensor else constant for constant, is_tensor in kinds])
 

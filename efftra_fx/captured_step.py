@@ -14,12 +14,12 @@ from efftra_fx.capture_opaque import called
 from efftra_fx.errors import CaptureError
 from efftra_fx.example import model_tensors, operands_of, other_batches
 from efftra_fx.left_out import may_leave_out
-from efftra_fx.plain_graph import WritesParametersError
+from efftra_fx.plain_graph import WritesInputsError, WritesParametersError
 from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import Captured, capture
+from efftra_fx.trace import Captured, capture, python_draws
 from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all, use_found
 
 
@@ -61,6 +61,7 @@ def capture_step(
             divided=divided,
             whole_model=whole_model,
             undivided=counts_rows,
+            drawing=drawing,
         )
         timed("trace", begin)
         if not found.symbolic:
@@ -100,13 +101,17 @@ def capture_step(
             "rounded number depend on how many rows there are"
         ) from apart[1]
 
-    counts_rows = False
-    try:
-        return captured(as_it_is)
-    except WritesParametersError as error:
-        raise CaptureError(str(error)) from error
-    except CaptureError as error:
-        first = error
+    counts_rows, drawing = False, dict[str, str]()
+    for again in (False, True):
+        try:
+            return captured(as_it_is)
+        except (WritesParametersError, WritesInputsError) as error:
+            raise CaptureError(str(error)) from error
+        except CaptureError as error:
+            first = error
+        drawing = {} if again else python_draws(model, call, tensors, dims, loss_fn)
+        if not drawing:
+            break
     said = [str(first)]
     model_reason = str(first) if isinstance(first, NotCapturedError) else ""
     counts_rows = isinstance(first, CountsRowsError)

@@ -24,6 +24,10 @@ class WritesParametersError(CaptureError):
     """Raise where forward writes parameters, which no other way of capturing it would mend."""
 
 
+class WritesInputsError(CaptureError):
+    """Raise where forward writes into what it was given, which no other way of capturing it would mend."""
+
+
 def plain_graph(exported: Exported, step: Step, asked: Sequence[Asked]) -> tuple[fx.GraphModule, Guards | None]:
     """Return the exported graph with roles on placeholders, tied parameters merged and checks dropped.
 
@@ -47,8 +51,10 @@ def plain_graph(exported: Exported, step: Step, asked: Sequence[Asked]) -> tuple
     mutated = [(placeholders[number], *exported.placeholders[number]) for number in exported.written]
     for (node, kind, target), value in zip(mutated, list(output.args[0]), strict=False):
         if kind is InputKind.USER_INPUT:
-            raise CaptureError(
-                f"the model writes into its input '{ROLE[node].name}' in place; clone it in forward first"
+            name = ROLE[node].name
+            raise WritesInputsError(
+                f"the model writes into its input '{name}' in place{_line_of(value)}; clone it in forward first, or "
+                f"compile a module around the model whose forward gives it {name}.clone()"
             )
         if kind is InputKind.PARAMETER:
             raise WritesParametersError(writes_parameter(names.get(target, _bare(target)), value))
@@ -71,14 +77,18 @@ def plain_graph(exported: Exported, step: Step, asked: Sequence[Asked]) -> tuple
 
 
 def writes_parameter(name: str, value: fx.Node | None = None) -> str:
-    trace = "" if value is None else value.meta.get("stack_trace") or ""
+    return (
+        f"forward writes parameter '{name}' in place{_line_of(value)}, which every part of the batch would do; write "
+        "it between steps (under torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
+    )
+
+
+def _line_of(value: Any) -> str:
+    """Say at which of the user's lines a node was computed; nothing where that is not known."""
+    trace = value.meta.get("stack_trace") or "" if isinstance(value, fx.Node) else ""
     lines = [line.strip() for line in trace.splitlines()]
     users = [line for line in lines if line.startswith("File") and is_user_file(line.split('"')[1])]
-    place = f" at {users[-1]}" if users else ""
-    return (
-        f"forward writes parameter '{name}' in place{place}, which every part of the batch would do; write it between "
-        "steps (under torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
-    )
+    return f" at {users[-1]}" if users else ""
 
 
 def _lift(gm: fx.GraphModule, constants: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from efftra_fx import private
 from efftra_fx.assumed import Assumed, assumed_of
 from efftra_fx.capture_align import OtherOperatorsError, align, keep_places
+from efftra_fx.capture_chance import draws_in, seeded_from_torch
 from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.capture_encoders import padding_zeroed
 from efftra_fx.capture_export import Exported, export_step
@@ -74,6 +75,7 @@ class Captured:
     guards: Guards | None = None
     opaque: tuple[tuple[str, str], ...] = ()
     flags: tuple[Any, ...] = ()
+    seeded: tuple[str, ...] = ()  # those of them that draw from generators outside of torch
     python: PythonUse = PythonUse()  # what forward reads and writes in Python
     whole_loss: str = ""  # why the loss runs as it is, on the whole batch; empty where it is in the graph
     first_is_loss: bool = False  # the model returns a tuple, whose first element is its loss
@@ -125,6 +127,7 @@ def capture(
     moving: Sequence[Sequence[int]] = (),
     whole_model: str = "",
     undivided: bool = False,
+    drawing: Mapping[str, str] | None = None,
 ) -> Captured:
     """Capture the step (`want="loss"`) or the model's output (`want="output"`) as a graph.
 
@@ -133,7 +136,8 @@ def capture(
     `moving` dimensions where the model allows it.
     With `whole_loss`, a reason, the loss function is one node that sees the whole batch; or, if it may be
     `divided`, the part at hand. With `whole_model`, a reason, the model is one node, which sees the whole
-    batch if it is `undivided`; so is one whose output is wanted and that cannot be had otherwise.
+    batch if it is `undivided`; so is one whose output is wanted and that cannot be had otherwise. Modules that are
+    `drawing` from generators outside of torch, each with which, run as they are on the whole batch.
     Raises NotCapturedError where only that is left, another CaptureError where the model cannot be captured.
     """
     dims = tuple(batch_leaves)
@@ -141,11 +145,15 @@ def capture(
     if whole_loss:
         assert loss_fn is not None
         attempt.whole_loss = WholeLoss(loss_fn, whole_loss, _dtype_of_loss(attempt), divided)
+    if drawing:
+        attempt.drawing, attempt.undivided = tuple(drawing), True
+        attempt.opaque.update((path, f"it draws from Python's {which}") for path, which in drawing.items())
     try:
         if whole_model:
-            attempt.opaque[""], attempt.undivided = _reason(whole_model), undivided
+            attempt.opaque.clear()
+            attempt.opaque[""], attempt.undivided = _reason(whole_model), undivided or attempt.undivided
             return _with_answers(attempt)
-        return _captured(attempt)
+        return _with_answers(attempt) if drawing else _captured(attempt)
     except NotCapturedError as error:
         if want != "output" or whole_model or moving:
             raise
@@ -164,6 +172,15 @@ def _captured(attempt: _Attempt) -> Captured:
         with _state_kept(attempt), torch.enable_grad(), _own_code(attempt):  # where the model itself fails, say that
             _eager(attempt).result([t.clone() for t in attempt.tensors])
         raise
+
+
+def python_draws(
+    model: nn.Module, call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None], loss_fn: LossFn | None
+) -> dict[str, str]:
+    """Return the modules that draw from generators outside of torch in a step, the innermost, and from which."""
+    attempt = _Attempt(model, call, distinct(tensors), tuple(dims), loss_fn, "loss")
+    with _state_kept(attempt), _own_code(attempt):
+        return draws_in(model, lambda: _eager(attempt).result([t.clone() for t in attempt.tensors]))
 
 
 def flags_of(model: nn.Module) -> tuple[Any, ...]:
@@ -200,6 +217,7 @@ class _Attempt:
     whole_loss: WholeLoss | None = None
     moving: Sequence[Sequence[int]] = ()
     undivided: bool = False
+    drawing: tuple[str, ...] = ()
     first: list[None] = field(default_factory=list)  # not empty where the model's loss begins a tuple
 
     def capture(self) -> Captured:
@@ -231,12 +249,18 @@ class _Attempt:
             found,
             opaque,
             flags,
+            seeded=self.seeded,
             whole_loss=reason,
             first_is_loss=bool(self.first),
             most_rows=2 * rows_of(self.tensors, self.batch_leaves) if opaque and not self.undivided else 0,
             aligned=aligned,
             assumed=tuple(filter(None, [assumed_of(inputs_of(gm))])),
         )
+
+    @property
+    def seeded(self) -> tuple[str, ...]:
+        """The modules that run as they are and draw from generators outside of torch, or hold one that does."""
+        return tuple(path for path in self.opaque if any(_within(one, [path]) for one in self.drawing))
 
     def note_first(self) -> None:
         """Write down that the model's loss begins a tuple."""
@@ -271,6 +295,7 @@ class _Attempt:
             stack.enter_context(padding_zeroed(self.want == "loss"))
             stack.enter_context(python_kept(self.model, self.loss_fn))  # what forward keeps of a trace is fake
             stack.enter_context(self.loss_alone())
+            stack.enter_context(seeded_from_torch(self.model, self.seeded))
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches, undivided=self.undivided))
             return export_step(step, tensors, batch_leaves, moving)
@@ -396,7 +421,7 @@ def _run_for_real(attempt: _Attempt, kept: Mapping[str, nn.Module]) -> tuple[Ans
     def run_all() -> None:
         run(slice(0, rows))
 
-    with _state_kept(attempt), attempt.loss_alone():
+    with _state_kept(attempt), attempt.loss_alone(), seeded_from_torch(attempt.model, attempt.seeded):
         with watches[0].on(), answers.recording(), _own_code(attempt):
             run(slice(0, rows))
         with watches[1].on(), _own_code(attempt, f"{max(1, rows - 1)} of its {rows} rows"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from efftra_fx.capture_chance import seeded_from_torch
 from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.capture_guards import NotCapturedError
 from efftra_fx.capture_norms import norms_of_one_device
@@ -68,7 +69,15 @@ class _Eager:
         call, held = self.captured.call, HeldBuffers(*self.modules)
         try:
             noting = record.on() if record else nullcontext()
-            with torch.random.fork_rng(), torch.enable_grad(), checkpoints_inline(), norms_of_one_device(), noting:
+            seeded = seeded_from_torch(self.model, self.captured.seeded)
+            with (
+                torch.random.fork_rng(),
+                torch.enable_grad(),
+                checkpoints_inline(),
+                norms_of_one_device(),
+                seeded,
+                noting,
+            ):
                 torch.manual_seed(0)
                 args, kwargs, target = call.rebuild([t.clone() for t in self.inputs])
                 loss = loss_of(self.model(*args, **kwargs), self.loss_fn, target, call.has_target)

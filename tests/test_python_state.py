@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -51,18 +52,16 @@ def _drawn(m: Any, h: Tensor) -> Tensor:
     return h if random.random() < m.share else -h
 
 
-def _drawn_by_numpy(m: Any, h: Tensor) -> Tensor:
-    return h * float(numpy.random.uniform(1.0, 2.0))
-
-
 REFUSED: dict[str, tuple[Habit, str]] = {
     "a warm-up": (
         made(_warmed_up, calls=0),
         "forward writes 'calls' of the model and computes another loss .* in a buffer",
     ),
     "a list": (made(_listed, calls=[]), "forward writes 'calls' of the model and computes another loss"),
-    "a branch by chance": (made(_drawn, share=0.01), "draws from Python's random decides the loss"),
-    "a factor by chance": (made(_drawn_by_numpy), "draws from Python's numpy.random decides the loss"),
+    "a factor by chance": (
+        replace(made(lambda m, h: h), loss_fn=lambda o, t: cross_entropy(o, t) * numpy.random.uniform(1.0, 2.0)),
+        "draws from Python's numpy.random decides the loss",
+    ),
 }
 
 
