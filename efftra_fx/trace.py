@@ -177,10 +177,13 @@ def _captured(attempt: _Attempt) -> Captured:
 def python_draws(
     model: nn.Module, call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None], loss_fn: LossFn | None
 ) -> dict[str, str]:
-    """Return the modules that draw from generators outside of torch in a step, the innermost, and from which."""
+    """Return the modules that draw from generators outside of torch in a step, and from which; none if it fails."""
     attempt = _Attempt(model, call, distinct(tensors), tuple(dims), loss_fn, "loss")
-    with _state_kept(attempt), _own_code(attempt):
-        return draws_in(model, lambda: _eager(attempt).result([t.clone() for t in attempt.tensors]))
+    try:
+        with _state_kept(attempt), _own_code(attempt):
+            return draws_in(model, lambda: _eager(attempt).result([t.clone() for t in attempt.tensors]))
+    except CaptureError:  # there is another error to tell of
+        return {}
 
 
 def flags_of(model: nn.Module) -> tuple[Any, ...]:

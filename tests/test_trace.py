@@ -86,7 +86,7 @@ def test_a_branch_of_the_whole_model_on_its_activations_is_refused_with_its_line
 
 
 def test_writing_into_an_input_is_refused() -> None:
-    with pytest.raises(CaptureError, match="writes into its input .* in place; clone it"):
+    with pytest.raises(CaptureError, match="writes into its input .* in place at .*; clone it"):
         captured(plain(lambda m, h, mask: h * mask.mul_(2), features(1)))
 
 
