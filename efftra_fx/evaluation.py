@@ -32,6 +32,7 @@ from efftra_fx.passes.stage_code import ForwardCode
 from efftra_fx.passes.tail import Tail, split_tail
 from efftra_fx.passes.tail_code import TailFunction
 from efftra_fx.passes.verify import verify_programs
+from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
 from efftra_fx.python_state import python_kept
@@ -109,8 +110,16 @@ def compile_evaluation(
     rows, dims = find_batch(call, tensors, {n: d for n, d in batch_dims.items() if n in call.tensor_names})
     small = proof_inputs(tensors, dims, rows)
     whole = small if rows == 1 else tensors
+    alone = tensors if rows == 1 else None
     with evaluating(model), python_kept(model):
-        captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, tensors if rows == 1 else None)
+        try:
+            captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, alone)
+        except WritesParametersError as error:
+            what = str(error).partition(", which every")[0]
+            raise CaptureError(
+                f"in eval mode {what}, which would stay for the next step; switch off in the model what does so (an "
+                "option of its config), or evaluate a copy of it: copy.load_state_dict(program.state_dict())"
+            ) from error
     graph = copy_graph(captured.gm)
     gm = LayoutFree(dims, captured.opaque)(graph) if layout_free else graph
     alike, places = draws_alike(gm), dims

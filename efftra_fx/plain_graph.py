@@ -78,8 +78,9 @@ def plain_graph(exported: Exported, step: Step, asked: Sequence[Asked]) -> tuple
 
 def writes_parameter(name: str, value: fx.Node | None = None) -> str:
     return (
-        f"forward writes parameter '{name}' in place{_line_of(value)}, which every part of the batch would do; write "
-        "it between steps (under torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
+        f"forward writes parameter '{name}' in place{_line_of(value)}, which every part of the batch would do; where "
+        "it does so at one call alone, call the model once before compile, and else write it between steps (under "
+        "torch.no_grad(), into program.parameters()), or make it a buffer if nothing trains it"
     )
 
 

@@ -98,3 +98,5 @@ def test_a_forward_that_writes_parameters_where_autograd_does_not_see_it_is_refu
     with pytest.raises(CaptureError, match="forward writes parameter '.*shift' in place, .* write it between steps"):
         compiled(habit, 1)
     assert all(torch.equal(value, before[name]) for name, value in habit.model.state_dict().items())
+    habit.model(*habit.args)  # it does so at its first call alone
+    assert_matches(habit)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from efftra_fx import Cluster, compile
-from efftra_fx.errors import InputError
+from efftra_fx.errors import CaptureError, InputError
 
 
 def assert_same_output(expected: Any, found: Any) -> None:
@@ -188,3 +188,34 @@ def test_what_cannot_be_sent_between_stages_is_computed_where_it_is_read(rows: i
         expected = model(x[:, :rows])
         model.train()
     assert_same_output(expected, program.evaluate(x[:, :rows]))
+
+
+class Rescaled(nn.Linear):
+    """A layer that halves its weights for inference, and doubles what they give."""
+
+    halved = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.halved:
+            with torch.no_grad():
+                self.weight.mul_(2.0 if self.training else 0.5)
+            self.halved = not self.training
+        out = super().forward(x)
+        return out if self.training else out * 2
+
+
+def test_a_model_that_writes_weights_in_eval_mode_trains_and_is_evaluated_as_a_copy() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    model = Rescaled(4, 3, bias=False).double()
+    made = compile(
+        model, Cluster.local(2), example_inputs=(x,), example_target=y, loss_fn=F.cross_entropy, costs="estimated"
+    )
+    loss, weight = made.step(x, target=y), model.weight.detach().clone()
+    with pytest.raises(CaptureError, match=r"in eval mode forward writes parameter 'weight' in place at .*; .*a copy"):
+        made.evaluate(x)
+    assert torch.equal(model.weight, weight) and not model.halved
+    assert torch.equal(made.step(x, target=y), loss)
+    copy = Rescaled(4, 3, bias=False).double()
+    copy.load_state_dict(made.state_dict())
+    torch.testing.assert_close(copy.eval()(x), F.linear(x, weight))
