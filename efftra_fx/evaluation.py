@@ -87,6 +87,7 @@ class Evaluation:
         return used_buffers([self.tail], self.stages)
 
 
+@torch.random.fork_rng()  # trial runs and proofs draw, which must not change what a step draws
 def compile_evaluation(
     model: nn.Module,
     call: Call,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.capture_norms import syncs_norms
@@ -36,6 +37,7 @@ from efftra_fx.signature import Call, describe, difference, rows_of
 from efftra_fx.trace import Captured
 
 
+@torch.random.fork_rng()  # trial runs and proofs draw, which must not change what the step draws
 def front_end(
     model: nn.Module,
     call: Call,

@@ -221,7 +221,7 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
     with _gradients_returned(eager.parameters), tensor_hooks_refused():
         with _own_code("the model and its loss do"), reads_noted(state) as noted:
             loss, gradients, written = eager.step()
-    _refuse_draws(eager, state, loss)
+    _refuse_draws(eager, state, loss, gradients)
     use = _used(eager, state, noted, "loss", [loss], lambda one: [one.step()[0]])
     with torch.enable_grad():
         results = eager.graph()
@@ -261,18 +261,30 @@ def _gradients_returned(parameters: Mapping[str, Tensor]) -> Iterator[None]:
         )
 
 
-def _refuse_draws(eager: _Eager, state: PythonState, loss: Tensor) -> None:
-    """Raise CaptureError where Python's own random numbers decide the loss; leave attributes as they are."""
+def _refuse_draws(eager: _Eager, state: PythonState, loss: Tensor, gradients: Mapping[str, Tensor | None]) -> None:
+    """Raise CaptureError where Python's own random numbers decide the loss, or gradients; leave attributes as they are.
+
+    What is drawn may change them by little (a few masked values), so that any difference counts.
+    """
     drawn = state.drawn()
     if drawn is None:
         return
     with python_kept(*eager.modules):
-        others = [eager.step()[0] for _ in state.extremes()]
-    if any(_apart("the loss", other, loss) is not None for other in others):
+        others = [eager.step() for _ in state.extremes()]
+    if any(not _equal(other[0], loss) or not _equal_each(other[1], gradients) for other in others):
         raise CaptureError(
             f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
             "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
         )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _equal_each(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> bool:
+    pairs = [(one, b[name]) for name, one in a.items()]
+    return all(one is other or (one is not None and other is not None and _equal(one, other)) for one, other in pairs)
 
 
 def _used(

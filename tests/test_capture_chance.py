@@ -134,6 +134,20 @@ def test_what_a_loss_draws_outside_of_torch_is_refused() -> None:
             compiled(Habit(habit.model, habit.args, habit.target, lambda o, t, d=draw: cross_entropy(o, t) * d()))
 
 
+class Slightly(nn.Module):
+    """Changes a single value by less than single precision is checked to."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (1 + 1e-6 * numpy.random.uniform())
+
+
+def test_a_draw_that_changes_little_counts() -> None:
+    habit = made(Slightly())
+    x, target = habit.args[0].float(), habit.target
+    program = compiled(Habit(habit.model.float(), (x,), target, cross_entropy))
+    assert program.built.front.captured.seeded == ("inner",)
+
+
 class Fills(nn.Module):
     """Writes into its argument, and asks for values."""
 

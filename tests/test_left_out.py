@@ -133,3 +133,27 @@ def test_what_values_leave_out_has_no_gradient() -> None:
     torch.manual_seed(3)
     program = assert_matches(habit(Chosen()))
     assert program.built.front.captured.opaque[0][0] == ""
+
+
+def test_capturing_a_step_or_another_form_of_it_draws_nothing() -> None:
+    class Counted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Decoder()
+
+        def forward(self, x: Tensor, *more: Any) -> Tensor:
+            h = self.a(x)
+            out: Tensor = self.b(self.decoder(h, h)).mean(1)
+            return out
+
+    torch.manual_seed(3)
+    longer = features()[:, None] * torch.arange(1, 6)[:, None]
+    made = replace(habit(Counted()), args=(longer[:, :3],))
+    state = torch.get_rng_state()
+    program = compiled(made)
+    assert torch.equal(state, torch.get_rng_state())
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        losses.append(float(program.step(longer, target=made.target)))
+    assert losses[0] == losses[1]
