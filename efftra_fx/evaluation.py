@@ -43,7 +43,7 @@ from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, difference, rows_of
-from efftra_fx.trace import Captured, capture, surroundings_of
+from efftra_fx.trace import Captured, capture, python_draws, surroundings_of
 from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all, use_found
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
@@ -167,6 +167,29 @@ def _captured(
     forms: Sequence[Evaluation],
     alone: Sequence[Tensor] | None,
 ) -> Captured:
+    """Return the model's output as a graph that was checked, modules kept as they are that draw outside of torch."""
+    try:
+        return _captured_with(model, call, whole, small, dims, traces, forms, alone, {})
+    except WritesParametersError:
+        raise
+    except CaptureError:
+        drawing = python_draws(model, call, whole, dims, None, "output")
+        if not drawing:
+            raise
+    return _captured_with(model, call, whole, small, dims, Traces(), (), alone, drawing)
+
+
+def _captured_with(
+    model: nn.Module,
+    call: Call,
+    whole: Sequence[Tensor],
+    small: Sequence[Tensor],
+    dims: tuple[int | None, ...],
+    traces: Traces,
+    forms: Sequence[Evaluation],
+    alone: Sequence[Tensor] | None,
+    drawing: Mapping[str, str],
+) -> Captured:
     """Return the model's output as a graph that was checked, from a trace for all sizes where there is one."""
     met = [(form.captured, form.examples) for form in forms]
     varying, problem = traces.find(model, call, whole, dims, None, met, want="output"), ""
@@ -176,10 +199,10 @@ def _captured(
             return _checked(model, found, small, whole, alone)
         except CaptureError as error:
             problem = str(error)
-    captured = capture(model, call, whole, dims, want="output")
+    captured = capture(model, call, whole, dims, want="output", drawing=drawing)
     if not (captured.guards is not None or _is_for(model, captured, small, whole, alone)):
         reason = "it computes something else for other numbers of rows"
-        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True)
+        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True, drawing=drawing)
     if not captured.symbolic:
         raise CaptureError(
             "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "

@@ -158,7 +158,9 @@ def capture(
         if want != "output" or whole_model or moving:
             raise
         undivided = isinstance(error, CountsRowsError)
-        return capture(model, call, tensors, dims, want=want, whole_model=str(error), undivided=undivided)
+        return capture(
+            model, call, tensors, dims, want=want, whole_model=str(error), undivided=undivided, drawing=drawing
+        )
 
 
 def _captured(attempt: _Attempt) -> Captured:
@@ -175,10 +177,15 @@ def _captured(attempt: _Attempt) -> Captured:
 
 
 def python_draws(
-    model: nn.Module, call: Call, tensors: Sequence[Tensor], dims: Sequence[int | None], loss_fn: LossFn | None
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    loss_fn: LossFn | None,
+    want: str = "loss",
 ) -> dict[str, str]:
-    """Return the modules that draw from generators outside of torch in a step, and from which; none if it fails."""
-    attempt = _Attempt(model, call, distinct(tensors), tuple(dims), loss_fn, "loss")
+    """Return the modules that draw from generators outside of torch, and from which; none where the run fails."""
+    attempt = _Attempt(model, call, distinct(tensors), tuple(dims), loss_fn, want)
     try:
         with _state_kept(attempt), _own_code(attempt):
             return draws_in(model, lambda: _eager(attempt).result([t.clone() for t in attempt.tensors]))

@@ -93,7 +93,8 @@ class _Eager:
         held = HeldBuffers(*self.modules)
         try:
             noting = record.on() if record else nullcontext()
-            with torch.random.fork_rng(), torch.no_grad(), norms_of_one_device(), noting:
+            seeded = seeded_from_torch(self.model, self.captured.seeded)
+            with torch.random.fork_rng(), torch.no_grad(), norms_of_one_device(), seeded, noting:
                 torch.manual_seed(0)
                 args, kwargs, _ = self.captured.call.rebuild([t.clone() for t in self.inputs])
                 return [leaf for _, leaf in take_apart(self.model(*args, **kwargs))[0]]
@@ -282,6 +283,10 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
+def _equal_all(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and _equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def _equal_each(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> bool:
     pairs = [(one, b[name]) for name, one in a.items()]
     return all(one is other or (one is not None and other is not None and _equal(one, other)) for one, other in pairs)
@@ -343,6 +348,15 @@ def check_output(
     state = PythonState(model)
     with _own_code("the model does"), reads_noted(state) as noted:
         leaves = eager.output()
+    drawn = state.drawn()
+    if drawn is not None:
+        with python_kept(model):
+            others = [_tensors(eager.output()) for _ in state.extremes()]
+        if any(not _equal_all(other, _tensors(leaves)) for other in others):
+            raise CaptureError(
+                f"what forward draws from Python's {drawn} in eval mode decides its output, and a captured evaluation "
+                "would not draw it again; draw from torch (torch.rand), and multiply by what is drawn"
+            )
     use = _used(eager, state, noted, "output", _tensors(leaves), lambda one: _tensors(one.output()))
     with torch.no_grad():
         found = eager.graph()[: OUTPUTS[captured.gm].loss]

@@ -141,6 +141,25 @@ class Slightly(nn.Module):
         return h * (1 + 1e-6 * numpy.random.uniform())
 
 
+class InEval(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h if self.training else h * (1 + random.random())
+
+
+def test_what_is_drawn_in_eval_mode_is_drawn_at_each_evaluation() -> None:
+    habit = made(InEval())
+    program = compiled(habit, 3)
+    x = habit.args[0]
+    with torch.no_grad():
+        least = habit.model.eval()(x)
+    scales = set()
+    for _ in range(4):
+        found = program.evaluate(x)
+        assert not torch.allclose(found, least)
+        scales.add(round(float(found.sum()), 9))
+    assert len(scales) == 4
+
+
 def test_a_draw_that_changes_little_counts() -> None:
     habit = made(Slightly())
     x, target = habit.args[0].float(), habit.target
