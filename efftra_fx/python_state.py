@@ -9,21 +9,28 @@ a user sets between steps (a dropout's `p`, a temperature) makes another form of
 
 from __future__ import annotations
 
+import copy
+import enum
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from efftra_fx.python_use import LEFT, MISSING, PLAIN, Place, PythonUse, Read, variables_of
+from efftra_fx.python_use import LEFT, MANY, MISSING, PLAIN, Place, PythonUse, Read, as_it_is, variables_of
 
 _OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
 _KINDS_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_always_called")
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith(_KINDS_OF_HOOKS))
+_CONTAINERS = (list, dict, set)
+_NO_OBJECTS = (nn.Module, Tensor, type, enum.Enum, FunctionType, MethodType, ModuleType)
+_FOREIGN = ("torch", "efftra_fx", "logging", "threading")
+_WRITTEN_IN_PYTHON = 1 << 9  # a flag of types (Py_TPFLAGS_HEAPTYPE)
 _MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alone
 
 
@@ -33,7 +40,12 @@ class PythonState:
     def __init__(self, *models: nn.Module) -> None:
         self.modules = {module: path for model in models for path, module in model.named_modules()}
         self.attributes = {module: _attributes(module) for module in self.modules}
-        self.sizes = {(m, name): _size(value) for m, held in self.attributes.items() for name, value in held.items()}
+        self.contents = {
+            (module, name): (as_it_is(value), copy.copy(value))
+            for module, held in self.attributes.items()
+            for name, value in held.items()
+            if isinstance(value, _CONTAINERS)
+        }
         self.hooks = {module: _hooks(module) for module in self.modules}
         self.draws = _draws()
 
@@ -65,25 +77,36 @@ class PythonState:
 
     def use(
         self,
-        read: Mapping[Place, Any],
+        noted: Noted,
         loss_fn: Any = None,
         left: Mapping[Place, Any] | None = None,
         changed: Iterable[Place] | None = None,
     ) -> PythonUse:
         """Return what was read, and written since, or what is known to be `changed`.
 
-        Of what forward writes itself, only what it leaves (`left`) is among what it reads.
+        Of what forward writes itself on modules, only what it leaves (`left`) is among what it reads.
         """
         places, left = self._changed() if changed is None else list(changed), left or {}
         for module, name in left:
             LEFT.setdefault(module, set()).add(name)
-        reads = (
+        reads = [
             Read(_place(self.modules[m], n), n, value, partial(vars(m).get, n), m)
-            for (m, n), value in read.items()
+            for (m, n), value in noted.reads.items()
             if (m, n) in left or (m, n) not in places
-        )
+        ]
+        reads += noted.of_objects.values()
+        for function in self._functions():
+            reads += variables_of(function, f"{getattr(function, '__qualname__', 'a hook')}()")
         writes = self._named([place for place in places if place not in left])
         return PythonUse((*reads, *variables_of(loss_fn)), writes, tuple(self.hooked()), left)
+
+    def _functions(self) -> dict[Any, None]:
+        """Return what is called of modules: what forward is, and their forward hooks."""
+        found: dict[Any, None] = {}
+        for module in self.modules:
+            found[type(module).forward] = None
+            found.update(dict.fromkeys((*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+        return found
 
     def _named(self, places: Iterable[Place]) -> tuple[str, ...]:
         return tuple(_place(self.modules[module], name) for module, name in places)
@@ -103,8 +126,10 @@ class PythonState:
             value = self.attributes[module].get(name, MISSING)
             if value is MISSING:
                 del vars(module)[name]
-            else:
-                vars(module)[name] = value
+                continue
+            vars(module)[name] = value
+            if isinstance(value, _CONTAINERS):
+                _fill(value, self.contents[module, name][1])
 
     def _hooked(self) -> list[nn.Module]:
         return [module for module, before in self.hooks.items() if _hooks(module) != before]
@@ -116,7 +141,7 @@ class PythonState:
             for name in dict.fromkeys((*before, *now)):
                 a, b = before.get(name, MISSING), now.get(name, MISSING)
                 same = type(a) is type(b) and a == b if isinstance(a, PLAIN) else a is b
-                if not same or _size(b) != self.sizes.get((module, name)):
+                if not same or (isinstance(a, _CONTAINERS) and as_it_is(a) != self.contents[module, name][0]):
                     changed.append((module, name))
         return changed
 
@@ -133,13 +158,15 @@ def python_kept(*models: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Noted:
-    """Plain attributes of modules that were read before they were assigned, with their values, and those assigned.
+    """Attributes of modules that were read before they were assigned, as they were, and those assigned.
 
-    Only what a module keeps itself counts, and neither parameters, buffers nor modules.
+    Only what a module keeps itself counts, and neither parameters, buffers nor modules. `of_objects` are read of
+    objects that modules keep (a configuration), by object and name.
     """
 
     reads: dict[Place, Any] = field(default_factory=dict)
     assigned: dict[Place, None] = field(default_factory=dict)
+    of_objects: dict[tuple[int, str], Read] = field(default_factory=dict)
 
 
 @contextmanager
@@ -147,12 +174,15 @@ def reads_noted(state: PythonState) -> Iterator[Noted]:
     """While this lasts, write down the attributes that are read and assigned."""
     noted = Noted()
     plain, assign = object.__getattribute__, nn.Module.__setattr__
+    objects = _Objects(noted)
 
     def get(module: Any, name: str) -> Any:
         value = plain(module, name)
-        if isinstance(value, PLAIN) and name not in _OWN and name in plain(module, "__dict__"):
+        if name not in _OWN and name in plain(module, "__dict__"):
             if module in state.modules and (module, name) not in noted.assigned:
-                noted.reads.setdefault((module, name), value)
+                if (module, name) not in noted.reads:
+                    noted.reads[module, name] = as_it_is(value)
+                objects.watch(value, state.modules[module], name)
         return value
 
     def put(module: nn.Module, name: str, value: Any) -> None:
@@ -167,6 +197,57 @@ def reads_noted(state: PythonState) -> Iterator[Noted]:
     finally:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+        objects.leave()
+
+
+class _Objects:
+    """Notes what is read of objects, by a `__getattribute__` of their class that lasts as long as this."""
+
+    def __init__(self, noted: Noted) -> None:
+        self.noted = noted
+        self.held: dict[int, tuple[Any, str]] = {}  # an object, and its place in words
+        self.classes: dict[Any, Any] = {}
+
+    def watch(self, value: Any, path: str, name: str) -> None:
+        """Note from now on what is read of a value, if it is an object of a class written in Python, or holds some."""
+        if isinstance(value, (dict, list, tuple)) and len(value) <= MANY:
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                self.watch(inner, path, f"{name}[{key!r}]")
+        kind: Any = type(value)
+        if id(value) in self.held or isinstance(value, (*PLAIN, *_CONTAINERS, tuple, *_NO_OBJECTS)):
+            return
+        if not (kind.__flags__ & _WRITTEN_IN_PYTHON) or kind.__module__.partition(".")[0] in _FOREIGN:
+            return
+        self.held[id(value)] = value, f"{path}.{name}" if path else name
+        if kind in self.classes:
+            return
+        inherited = kind.__getattribute__
+
+        def get(owner: Any, attribute: str) -> Any:
+            found = inherited(owner, attribute)
+            if id(owner) in self.held and not attribute.startswith("__"):
+                self.note(owner, attribute, found)
+            return found
+
+        self.classes[kind] = vars(kind).get("__getattribute__", MISSING)
+        kind.__getattribute__ = get
+
+    def note(self, owner: Any, name: str, value: Any) -> None:
+        """Note an attribute that was read of an object."""
+        place = self.held[id(owner)][1]
+        if isinstance(value, (*PLAIN, *_CONTAINERS, tuple, Tensor, SimpleNamespace)):
+            if (id(owner), name) not in self.noted.of_objects:
+                read = Read(f"'{place}.{name}'", name, as_it_is(value), partial(getattr, owner, name, MISSING))
+                self.noted.of_objects[id(owner), name] = read
+        self.watch(value, place, name)
+
+    def leave(self) -> None:
+        """Give the classes back what they had."""
+        for kind, own in self.classes.items():
+            if own is MISSING:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -177,8 +258,10 @@ def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
     return {name: dict(held) for name in _HOOKS if (held := vars(module).get(name)) is not None}
 
 
-def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, list | dict | set) else None
+def _fill(value: Any, content: Any) -> None:
+    """Give a list, dictionary or set what it had, in place."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _draws() -> dict[str, Any]:

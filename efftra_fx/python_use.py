@@ -1,7 +1,9 @@
 """What a call of the model reads in Python, and whether what was captured of it holds for the values of now.
 
-What forward reads of modules' plain attributes, and the loss function of the variables around it, is noted
-with its values. A captured step is for these. For those that forward writes itself, it may be for others too.
+What forward reads of modules' attributes and of objects on them (a configuration), and what the loss function
+and forward take from around them, is noted as it is: numbers and words by value, lists and dictionaries by what is
+in them, tensors, functions and other objects by which they are. A captured step is for these. For
+those that forward writes itself, it may be for others too.
 """
 
 from __future__ import annotations
@@ -9,26 +11,67 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from efftra_fx.places import is_user_file
+
 PLAIN = (bool, int, float, complex, str, type(None))
 MISSING = object()
+_DEPTH = 2  # functions that are called by functions
+_GROWING = frozenset({"append", "extend", "insert"})  # what is done to lists that are kept for somebody else
+MANY = 1000  # a list of more is told by which it is
+_LONG_WORDS = 80
 _ENOUGH = 4  # values of an attribute that forward writes, after which its value is taken not to matter
 
 Place = tuple[nn.Module, str]
 LEFT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # attributes that some forward leaves
 
 
+class Which:
+    """Stands for an object by which it is, not by what is in it."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Which) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __repr__(self) -> str:
+        shape = f" {list(self.held.shape)}" if isinstance(self.held, Tensor) else ""
+        return f"a {type(self.held).__name__}{shape}"
+
+
+def as_it_is(value: Any) -> Any:
+    """Return what is compared to tell whether a value is still the same: see the module's words.
+
+    A list, tuple, set, dictionary or namespace stands for what is in it, unless it is long.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict) and len(value) <= MANY:
+        return {key: as_it_is(held) for key, held in value.items()}
+    if isinstance(value, list | tuple) and len(value) <= MANY:
+        return type(value) is list, *map(as_it_is, value)
+    if isinstance(value, set | frozenset) and len(value) <= MANY:
+        return frozenset(map(as_it_is, value))
+    return Which(value)
+
+
 @dataclass(frozen=True)
 class Read:
-    """A name that was read in Python, in words, with its value and how to look it up again; maybe a `module`'s."""
+    """A name that was read in Python, in words, with its value as it was and how to look it up; maybe a `module`'s."""
 
     place: str
     name: str
@@ -41,13 +84,14 @@ class Read:
 
     @property
     def now(self) -> Any:
-        """The value that it has at present."""
-        return self.look()
+        """The value that it has at present, as it is."""
+        return as_it_is(self.look())
 
     @property
     def moved(self) -> bool:
         """Whether it has another value now."""
-        return not _same(self.now, self.value)
+        held = self.look()
+        return held is not self.value and not _same(as_it_is(held), self.value)  # most are: numbers and words
 
     @property
     def by_forward(self) -> bool:
@@ -72,8 +116,15 @@ class PythonUse:
 
     def moved(self) -> str | None:
         """Say which attribute that forward reads is another one now, or None."""
-        read = next((read for read in self.reads if read.moved), None)
-        return None if read is None else f"{read} was {read.value!r} when it was captured and is {read.now!r} now"
+        for read in self.reads:
+            if read.look() is not read.value and read.moved:
+                break
+        else:
+            return None
+        was, now = repr(read.value), repr(read.now)
+        if was == now or max(len(was), len(now)) > _LONG_WORDS:
+            return f"{read} is another one now than when it was captured"
+        return f"{read} was {was} when it was captured and is {now} now"
 
     def holds(self, tried: Callable[[], PythonUse | None]) -> bool:
         """Say whether what was captured is right for the present values.
@@ -82,7 +133,7 @@ class PythonUse:
         was for several, and left the same from all, is enough.
         """
         cases = (self, *self.others)
-        use = next((case for case in cases if not any(read.moved for read in case.reads)), None)
+        use = next((case for case in cases if case.moved() is None), None)
         if use is None and any(all(read.by_forward for read in case.reads if read.moved) for case in cases):
             last = cases[-_ENOUGH:]
             if len(last) == _ENOUGH and all(_alike_left(case.left, last[0].left) for case in last):
@@ -92,6 +143,15 @@ class PythonUse:
                 self.others.extend([use] if use is not None else ())
         self.met[:] = [use] if use is not None else []
         return use is not None
+
+    def steady(self) -> PythonUse:
+        """Return this without what is another now, though modules are as they were: forward writes it elsewhere."""
+        loose = {str(read) for read in self.reads if read.moved}
+        return self._without(loose) if loose else self
+
+    def _without(self, places: set[str]) -> PythonUse:
+        reads = tuple(read for read in self.reads if str(read) not in places)
+        return replace(self, reads=reads, others=[other._without(places) for other in self.others])
 
     def leave(self) -> None:
         """Put on modules what a forward would have left there."""
@@ -131,16 +191,19 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
     if isinstance(a, Tensor):
         return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
-    return bool(a == b)
+    return bool(a == b) or bool(a != a and b != b)  # a NaN is still the same
 
 
-def variables_of(function: Any) -> list[Read]:
-    """Return the plain variables outside of a function that its code names: a weight that is changed later counts.
+def variables_of(function: Any, whose: str = "the loss", depth: int = _DEPTH) -> list[Read]:
+    """Return the variables outside of a function that its code names: a weight that is changed later counts.
 
     Those it finds under constant keys in a dictionary, and as attributes of an object, are
-    among them, the function's own object included. What the code writes itself is not.
+    among them, the function's own object included, and those of the functions that it calls by name, if they are
+    a user's. What the code writes itself is not.
     """
     while isinstance(function, partial):
         function = function.func
@@ -148,7 +211,7 @@ def variables_of(function: Any) -> list[Read]:
     if not isinstance(function, FunctionType | MethodType | nn.Module):
         owner, function = function, inspect.getattr_static(type(function), "__call__", None)
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or not is_user_file(function.__code__.co_filename):
         return []
     code = _Named.of(function.__code__)
     known = function.__globals__
@@ -157,24 +220,44 @@ def variables_of(function: Any) -> list[Read]:
         *((name, _content(cell), partial(_content, cell)) for name, cell in outer.items()),
         *((name, known.get(name, MISSING), partial(known.get, name)) for name in code.variables),
     ]
-    found = [
-        Read(f"variable '{name}' of the loss", name, value, look)
-        for name, value, look in places
-        if isinstance(value, PLAIN) and name not in code.written
-    ]
+    found = []
+
+    def note(place: str, name: str, value: Any, look: Callable[[], Any]) -> None:
+        if _counts(value, code):
+            found.append(Read(f"{place} of {whose}", name, as_it_is(value), look))
+
+    for name, value, look in places:
+        if name not in code.written and not isinstance(value, dict):
+            note(f"variable '{name}'", name, value, look)
+        if isinstance(value, FunctionType) and depth:
+            found += variables_of(value, whose, depth - 1)
     for name, value, _ in [*places, ("self", owner, None)]:
         if isinstance(value, dict):
             for key in sorted(code.keys & value.keys(), key=repr) if not code.writes_items else ():
-                if isinstance(value[key], PLAIN):
-                    found.append(Read(f"'{name}[{key!r}]' of the loss", name, value[key], partial(value.get, key)))
-        elif not isinstance(value, nn.Module | ModuleType | type) and isinstance(
-            own := getattr(value, "__dict__", None), dict
-        ):
+                note(f"'{name}[{key!r}]'", name, value[key], partial(value.get, key))
+        elif _may_hold(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             for attribute in sorted(code.attributes & own.keys() - code.written):
-                if isinstance(own[attribute], PLAIN):
-                    look = partial(own.get, attribute)
-                    found.append(Read(f"'{name}.{attribute}' of the loss", attribute, own[attribute], look))
+                note(f"'{name}.{attribute}'", attribute, own[attribute], partial(own.get, attribute))
+                if isinstance(value, ModuleType) and isinstance(own[attribute], FunctionType) and depth:
+                    found += variables_of(own[attribute], whose, depth - 1)
     return found
+
+
+def _may_hold(value: Any) -> bool:
+    """Say whether a value around code may hold what the code takes from it: an object, or a user's module of code."""
+    if isinstance(value, ModuleType):
+        file = getattr(value, "__file__", None)
+        return file is not None and is_user_file(file)
+    return not isinstance(value, nn.Module | FunctionType | type)
+
+
+def _counts(value: Any, code: _Named) -> bool:
+    """Say whether a value around code decides what it computes: numbers, words, tensors, and lists that it reads."""
+    if isinstance(value, (*PLAIN, Tensor)) and not isinstance(value, nn.Parameter):
+        return True
+    if isinstance(value, list | tuple) and not code.attributes & _GROWING:
+        return all(isinstance(held, (*PLAIN, Tensor)) for held in value)
+    return False
 
 
 @dataclass
@@ -188,6 +271,7 @@ class _Named:
     writes_items: bool = False
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, code: CodeType) -> _Named:
         """Read it off the instructions."""
         found = cls({}, set(), set(), set())
@@ -220,4 +304,4 @@ def _content(cell: Any) -> Any:
         return MISSING
 
 
-__all__ = ["LEFT", "MISSING", "PLAIN", "Place", "PythonUse", "Read", "same_left", "variables_of"]
+__all__ = ["LEFT", "MANY", "MISSING", "PLAIN", "Place", "PythonUse", "Read", "as_it_is", "same_left", "variables_of"]

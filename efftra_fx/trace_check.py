@@ -305,34 +305,49 @@ def _used(
     Raises CaptureError where it leaves something with which the next call computes something else. What it leaves
     is told from what follows its batch by calls with other rows.
     """
-    use, first = state.use(noted.reads, eager.loss_fn), state.changed(noted.assigned)
     try:
-        if not (first or use.hooked):
-            return use
-        with _own_code("called again, the model does"), reads_noted(state) as again:
-            second = run(eager)
-        if len(second) != len(results) or any(_apart("", a, b) for a, b in zip(second, results, strict=True)):
-            written = ", ".join((*use.writes, *use.hooked))
-            raise CaptureError(
-                f"forward writes {written} and computes another {what} with it at the next call, which a captured "
-                "step would not; keep it in a buffer (register_buffer) and write it there in place"
-            )
-        after = [state.changed(again.assigned)]
-        for other in eager.of_other_rows():
-            state.restore()
-            try:
-                with reads_noted(state) as then:
-                    run(other)
-            except Exception:  # the model may not take these rows: then nothing is known of them
-                return use
-            after.append(state.changed(then.assigned))
-        if len(after) == 1 or use.hooked:  # a mark that is left may say that hooks are set
-            return use
-        left = same_left(first, after)
-        both = [state.use(reads, eager.loss_fn, left, first) for reads in (noted.reads, again.reads)]
-        return replace(both[0], others=both[1:])
+        found = _left(eager, state, noted, what, results, run)
     finally:
         state.restore()
+    return found.steady()
+
+
+def _left(
+    eager: _Eager,
+    state: PythonState,
+    noted: Noted,
+    what: str,
+    results: Sequence[Tensor],
+    run: Callable[[_Eager], Sequence[Tensor]],
+) -> PythonUse:
+    """Return the use of a first call with what it leaves; attributes are then those after further calls."""
+    use, first = state.use(noted, eager.loss_fn), state.changed(noted.assigned)
+    told = same_left(first, [])
+    if not (use.writes or use.hooked or told):
+        return use
+    with _own_code("called again, the model does"), reads_noted(state) as again:
+        second = run(eager)
+    if len(second) != len(results) or any(_apart("", a, b) for a, b in zip(second, results, strict=True)):
+        written = ", ".join((*use.writes, *use.hooked))
+        raise CaptureError(
+            f"forward writes {written} and computes another {what} with it at the next call, which a captured "
+            "step would not; keep it in a buffer (register_buffer) and write it there in place"
+        )
+    others = eager.of_other_rows()
+    if use.hooked or not told or not others:  # a mark that is left may say that hooks are set
+        return use
+    after = [state.changed(again.assigned)]
+    for other in others:
+        state.restore()
+        try:
+            with reads_noted(state) as then:
+                run(other)
+        except Exception:  # the model may not take these rows: then nothing is known of them
+            return use
+        after.append(state.changed(then.assigned))
+    left = same_left(first, after)
+    both = [state.use(reads, eager.loss_fn, left, first) for reads in (noted, again)]
+    return replace(both[0], others=both[1:])
 
 
 def check_output(

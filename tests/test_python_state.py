@@ -157,7 +157,7 @@ def test_reads_and_writes_are_told_apart() -> None:
     with reads_noted(state) as noted:
         _counted(model, torch.zeros(1))
         assert model.share == 0.5
-    use = state.use(noted.reads)
+    use = state.use(noted)
     assert [str(read) for read in use.reads] == ["'share' of the model"]
     assert use.writes == ("'calls' of the model",)
     assert use.moved() is None
