@@ -47,6 +47,11 @@ class HeldBuffers(BufferSlots):
                 buffer.copy_(value)
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors are equal, NaN where the other is one too."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 @contextmanager
 def assignments_written_back(*modules: nn.Module) -> Iterator[None]:
     """Write what user code assigns to buffers meanwhile into these buffers, at the end: an exporter sees writes alone.

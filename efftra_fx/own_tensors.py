@@ -13,13 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from efftra_fx.build import Built
 from efftra_fx.errors import InputError
+from efftra_fx.held_buffers import same_bits
 from efftra_fx.runtime.whereabouts import HERE
 from efftra_fx.state import all_parameters, take_state
 from efftra_fx.world import World
+
+_SAMPLED = 16
 
 _TOLD: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
@@ -41,6 +44,13 @@ def watch_state(model: nn.Module) -> None:
         model.register_state_dict_pre_hook(tell_of_old_values)
 
 
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some values from all over a tensor: what is written through `.data` raises no version."""
+    values = tensor.detach()
+    values = values.view(-1) if values.is_contiguous() else values.reshape(-1)
+    return values[:: max(1, values.numel() // _SAMPLED)]
+
+
 class OwnTensors:
     """What the model's own parameters and this rank's were when they were looked at last."""
 
@@ -57,23 +67,30 @@ class OwnTensors:
             }
         self.trains = {name: parameter.requires_grad for name, parameter in self.own.items()}
         self.versions: dict[str, tuple[int, int]] = {}
+        self.samples: dict[str, Tensor] = {}
         self.note()
 
     def note(self) -> None:
         """Note that the model's own parameters have the current values, as after loading."""
         self.versions = {name: (self.own[name]._version, held._version) for name, held in self.apart.items()}
+        self.samples = {name: _sample(self.own[name]).clone() for name in self.apart}
 
     def take_writes(self) -> None:
-        """Take over what was written into the model's own parameters.
+        """Take over what was written into the model's own parameters; a few values tell of writes past autograd.
 
         Raise InputError where such a parameter had no current value any more.
         """
-        written = [name for name, (own, _) in self.versions.items() if self.own[name]._version != own]
+        written = [
+            name
+            for name, (version, _) in self.versions.items()
+            if self.own[name]._version != version or not same_bits(_sample(self.own[name]), self.samples[name])
+        ]
         if not written:
             return
         for name in written:
             if self.apart[name]._version != self.versions[name][1]:
                 self.versions[name] = self.own[name]._version, self.versions[name][1]
+                self.samples[name] = _sample(self.own[name]).clone()
                 raise InputError(
                     f"the model's own '{name}' was written, but it has not the values that were trained, since each "
                     "rank holds a share or copy of it; write into the tensors of named_parameters(), or give new "

@@ -46,7 +46,7 @@ from efftra_fx.capture_refused import own_chance_refused
 from efftra_fx.chance import EXTREMES, NoChance
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.given_gradients import never_given, seldom_given
-from efftra_fx.held_buffers import HeldBuffers
+from efftra_fx.held_buffers import HeldBuffers, same_bits
 from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, plain_graph, writes_parameter
 from efftra_fx.python_state import python_kept
@@ -485,17 +485,12 @@ def _state_kept(attempt: _Attempt) -> Iterator[None]:
             yield
     finally:
         held.restore()
-        written = [name for name, p, value in parameters if not _same_bits(p, value)]
+        written = [name for name, p, value in parameters if not same_bits(p, value)]
         with torch.no_grad():
             for _, p, value in parameters if written else ():
                 p.copy_(value)
     if written:
         raise WritesParametersError(writes_parameter(written[0]))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors are equal, NaN where the other is one too."""
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @contextmanager

@@ -73,17 +73,22 @@ def test_parameters_may_be_frozen_through_the_model_and_the_program(plan: str, t
             assert torch.allclose(torch.from_numpy(found[name]), tensor, rtol=1e-9), name
 
 
-def written(plan: str) -> list[Any]:
+def halved(program: CompiledModel, past_autograd: bool) -> None:
+    """Halve a weight of the model, by an operation that autograd sees or as averages of weights are put in."""
+    weight = program.model.get_parameter("2.weight")
+    with torch.no_grad():
+        (weight.data if past_autograd else weight).mul_(0.5)
+
+
+def written(plan: str, past_autograd: bool) -> list[Any]:
     """Write new values into the model before the first step, and once more later."""
     program = compiled(plan)
-    with torch.no_grad():
-        program.model.get_parameter("2.weight").mul_(0.5)
+    halved(program, past_autograd)
     said: list[Any] = [float(program.step(X, target=Y))]
     optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
     optimizer.step()
     optimizer.zero_grad()
-    with torch.no_grad():
-        program.model.get_parameter("2.weight").mul_(0.5)
+    halved(program, past_autograd)
     for _ in range(2):
         try:
             said.append(float(program.step(X, target=Y)))
@@ -96,8 +101,9 @@ def written(plan: str) -> list[Any]:
     return said
 
 
+@pytest.mark.parametrize("past_autograd", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_values_written_into_the_model_are_taken_or_refused(plan: str) -> None:
+def test_values_written_into_the_model_are_taken_or_refused(plan: str, past_autograd: bool) -> None:
     model: Any = net()
     expected = []
     with torch.no_grad():
@@ -113,7 +119,7 @@ def test_values_written_into_the_model_are_taken_or_refused(plan: str) -> None:
         expected.append(float(F.cross_entropy(model(X), Y)))
         model[2].weight.zero_()
         expected.append(float(model(X).sum()))
-    for outcome in outcomes_of(written, 2, plan, limit_s=120.0):
+    for outcome in outcomes_of(written, 2, plan, past_autograd, limit_s=120.0):
         assert not outcome.error, outcome.error
         first, again, more, zero = outcome.value
         assert first == pytest.approx(expected[0], rel=1e-9) and zero == pytest.approx(expected[3], rel=1e-9)
