@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efftra_fx.places import is_user_file
 from efftra_fx.python_use import LEFT, MANY, MISSING, PLAIN, Place, PythonUse, Read, as_it_is, variables_of
 
 _OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
@@ -90,23 +92,25 @@ class PythonState:
         for module, name in left:
             LEFT.setdefault(module, set()).add(name)
         reads = [
-            Read(_place(self.modules[m], n), n, value, partial(vars(m).get, n), m)
+            Read(
+                _place(self.modules[m], n),
+                n,
+                value,
+                partial(vars(m).get, n) if n in vars(m) else partial(_held, m, n),
+                m,
+            )
             for (m, n), value in noted.reads.items()
             if (m, n) in left or (m, n) not in places
         ]
         reads += noted.of_objects.values()
-        for function in self._functions():
+        for function in (*noted.functions, *self._hooks()):
             reads += variables_of(function, f"{getattr(function, '__qualname__', 'a hook')}()")
         writes = self._named([place for place in places if place not in left])
         return PythonUse((*reads, *variables_of(loss_fn)), writes, tuple(self.hooked()), left)
 
-    def _functions(self) -> dict[Any, None]:
-        """Return what is called of modules: what forward is, and their forward hooks."""
-        found: dict[Any, None] = {}
-        for module in self.modules:
-            found[type(module).forward] = None
-            found.update(dict.fromkeys((*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
-        return found
+    def _hooks(self) -> dict[Any, None]:
+        hooks = ((*module._forward_pre_hooks.values(), *module._forward_hooks.values()) for module in self.modules)
+        return dict.fromkeys(hook for some in hooks for hook in some)
 
     def _named(self, places: Iterable[Place]) -> tuple[str, ...]:
         return tuple(_place(self.modules[module], name) for module, name in places)
@@ -160,13 +164,21 @@ def python_kept(*models: object) -> Iterator[None]:
 class Noted:
     """Attributes of modules that were read before they were assigned, as they were, and those assigned.
 
-    Only what a module keeps itself counts, and neither parameters, buffers nor modules. `of_objects` are read of
-    objects that modules keep (a configuration), by object and name.
+    Neither parameters, buffers nor modules count, and of a class only what a user wrote. `of_objects` are read of
+    objects that modules keep (a configuration), by object and name; `functions` are the methods that were read.
     """
 
     reads: dict[Place, Any] = field(default_factory=dict)
     assigned: dict[Place, None] = field(default_factory=dict)
     of_objects: dict[tuple[int, str], Read] = field(default_factory=dict)
+    functions: dict[FunctionType, None] = field(default_factory=dict)
+
+    def method(self, function: Any) -> bool:
+        """Note a method that was read, if a user wrote it; say whether it is one."""
+        if not isinstance(function, FunctionType) or not is_user_file(function.__code__.co_filename):
+            return False
+        self.functions[function] = None
+        return True
 
 
 @contextmanager
@@ -177,13 +189,28 @@ def reads_noted(state: PythonState) -> Iterator[Noted]:
     objects = _Objects(noted)
 
     def get(module: Any, name: str) -> Any:
-        value = plain(module, name)
-        if name not in _OWN and name in plain(module, "__dict__"):
-            if module in state.modules and (module, name) not in noted.assigned:
-                if (module, name) not in noted.reads:
-                    noted.reads[module, name] = as_it_is(value)
-                objects.watch(value, state.modules[module], name)
+        try:
+            value = plain(module, name)
+        except AttributeError:
+            own = plain(module, "__dict__")
+            if not any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+                note(module, name, MISSING)
+            raise
+        note(module, name, value)
         return value
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        place = module, name
+        if name in _OWN or name.startswith("__") or module not in state.modules or place in noted.assigned:
+            return
+        if name in plain(module, "__dict__"):
+            if place not in noted.reads:
+                noted.reads[place] = as_it_is(value)
+            objects.watch(value, state.modules[module], name)
+        elif place not in noted.reads:
+            of_class = getattr(type(module), name, MISSING)
+            if noted.method(of_class) or isinstance(of_class, (*PLAIN, *_CONTAINERS, tuple)) or value is MISSING:
+                noted.reads[place] = as_it_is(of_class)
 
     def put(module: nn.Module, name: str, value: Any) -> None:
         assign(module, name, value)
@@ -206,7 +233,7 @@ class _Objects:
     def __init__(self, noted: Noted) -> None:
         self.noted = noted
         self.held: dict[int, tuple[Any, str]] = {}  # an object, and its place in words
-        self.classes: dict[Any, Any] = {}
+        self.classes: dict[tuple[type, str], Any] = {}  # what a class had, by its name
 
     def watch(self, value: Any, path: str, name: str) -> None:
         """Note from now on what is read of a value, if it is an object of a class written in Python, or holds some."""
@@ -219,22 +246,29 @@ class _Objects:
         if not (kind.__flags__ & _WRITTEN_IN_PYTHON) or kind.__module__.partition(".")[0] in _FOREIGN:
             return
         self.held[id(value)] = value, f"{path}.{name}" if path else name
-        if kind in self.classes:
+        if (kind, "__getattribute__") in self.classes:
             return
-        inherited = kind.__getattribute__
+        for way in ("__getattribute__", "__getattr__"):
+            if hasattr(kind, way):
+                self.classes[kind, way] = vars(kind).get(way, MISSING)
+                setattr(kind, way, self._noting(getattr(kind, way)))
 
+    def _noting(self, inherited: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def get(owner: Any, attribute: str) -> Any:
             found = inherited(owner, attribute)
             if id(owner) in self.held and not attribute.startswith("__"):
                 self.note(owner, attribute, found)
             return found
 
-        self.classes[kind] = vars(kind).get("__getattribute__", MISSING)
-        kind.__getattribute__ = get
+        return get
 
     def note(self, owner: Any, name: str, value: Any) -> None:
-        """Note an attribute that was read of an object."""
+        """Note an attribute that was read of an object; what a property computes is noted where that reads it."""
         place = self.held[id(owner)][1]
+        if isinstance(inspect.getattr_static(type(owner), name, None), property):
+            return
+        if isinstance(value, MethodType):
+            self.noted.method(value.__func__)
         if isinstance(value, (*PLAIN, *_CONTAINERS, tuple, Tensor, SimpleNamespace)):
             if (id(owner), name) not in self.noted.of_objects:
                 read = Read(f"'{place}.{name}'", name, as_it_is(value), partial(getattr, owner, name, MISSING))
@@ -243,11 +277,20 @@ class _Objects:
 
     def leave(self) -> None:
         """Give the classes back what they had."""
-        for kind, own in self.classes.items():
+        for (kind, way), own in self.classes.items():
             if own is MISSING:
-                del kind.__getattribute__
+                delattr(kind, way)
             else:
-                kind.__getattribute__ = own
+                setattr(kind, way, own)
+
+
+def _look(module: nn.Module, name: str) -> Callable[[], Any]:
+    own = vars(module)
+    return partial(own.get, name, MISSING) if name in own else partial(_held, module, name)
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    return vars(module)[name] if name in vars(module) else getattr(type(module), name, MISSING)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from efftra_fx.places import is_user_file
 
 PLAIN = (bool, int, float, complex, str, type(None))
-MISSING = object()
+MISSING = type("Missing", (), {"__repr__": lambda _: "missing"})()
 _DEPTH = 2  # functions that are called by functions
 _GROWING = frozenset({"append", "extend", "insert"})  # what is done to lists that are kept for somebody else
 MANY = 1000  # a list of more is told by which it is
@@ -54,10 +54,12 @@ class Which:
 def as_it_is(value: Any) -> Any:
     """Return what is compared to tell whether a value is still the same: see the module's words.
 
-    A list, tuple, set, dictionary or namespace stands for what is in it, unless it is long.
+    A list, tuple, set, dictionary, namespace or array of NumPy stands for what is in it, unless it is long.
     """
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN) or value is MISSING:
         return value
+    if type(value).__module__ == "numpy" and getattr(value, "size", MANY + 1) <= MANY:
+        return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, SimpleNamespace):
         value = vars(value)
     if isinstance(value, dict) and len(value) <= MANY:
@@ -238,9 +240,16 @@ def variables_of(function: Any, whose: str = "the loss", depth: int = _DEPTH) ->
         elif _may_hold(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             for attribute in sorted(code.attributes & own.keys() - code.written):
                 note(f"'{name}.{attribute}'", attribute, own[attribute], partial(own.get, attribute))
-                if isinstance(value, ModuleType) and isinstance(own[attribute], FunctionType) and depth:
-                    found += variables_of(own[attribute], whose, depth - 1)
+            for attribute in sorted(code.attributes) if depth else ():
+                called = own.get(attribute) if isinstance(value, ModuleType) else _method(value, attribute)
+                if isinstance(called, FunctionType | MethodType):
+                    found += variables_of(called, whose, depth - 1)
     return found
+
+
+def _method(value: Any, name: str) -> Any:
+    found = inspect.getattr_static(type(value), name, None)
+    return MethodType(found, value) if isinstance(found, FunctionType) else None
 
 
 def _may_hold(value: Any) -> bool:
