@@ -15,7 +15,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -32,7 +32,8 @@ _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith(_KINDS_OF_
 _CONTAINERS = (list, dict, set)
 _NO_OBJECTS = (nn.Module, Tensor, type, enum.Enum, FunctionType, MethodType, ModuleType)
 _FOREIGN = ("torch", "efftra_fx", "logging", "threading")
-_WRITTEN_IN_PYTHON = 1 << 9  # a flag of types (Py_TPFLAGS_HEAPTYPE)
+_WRITTEN_IN_PYTHON = 1 << 9  # flags of types: Py_TPFLAGS_HEAPTYPE, and with the next Py_TPFLAGS_IMMUTABLETYPE
+_KIND = 3 << 8
 _MOST = 0x12DD9BB3  # the word of a Mersenne twister that comes out as ones alone
 
 
@@ -243,15 +244,17 @@ class _Objects:
         kind: Any = type(value)
         if id(value) in self.held or isinstance(value, (*PLAIN, *_CONTAINERS, tuple, *_NO_OBJECTS)):
             return
-        if not (kind.__flags__ & _WRITTEN_IN_PYTHON) or kind.__module__.partition(".")[0] in _FOREIGN:
+        if kind.__flags__ & _KIND != _WRITTEN_IN_PYTHON or kind.__module__.partition(".")[0] in _FOREIGN:
             return
         self.held[id(value)] = value, f"{path}.{name}" if path else name
         if (kind, "__getattribute__") in self.classes:
             return
         for way in ("__getattribute__", "__getattr__"):
             if hasattr(kind, way):
-                self.classes[kind, way] = vars(kind).get(way, MISSING)
-                setattr(kind, way, self._noting(getattr(kind, way)))
+                own = vars(kind).get(way, MISSING)
+                with suppress(TypeError, AttributeError):  # a class may take nothing
+                    setattr(kind, way, self._noting(getattr(kind, way)))
+                    self.classes[kind, way] = own
 
     def _noting(self, inherited: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def get(owner: Any, attribute: str) -> Any:

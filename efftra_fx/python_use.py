@@ -237,14 +237,21 @@ def variables_of(function: Any, whose: str = "the loss", depth: int = _DEPTH) ->
         if isinstance(value, dict):
             for key in sorted(code.keys & value.keys(), key=repr) if not code.writes_items else ():
                 note(f"'{name}[{key!r}]'", name, value[key], partial(value.get, key))
-        elif _may_hold(value) and isinstance(own := getattr(value, "__dict__", None), dict):
+        elif _may_hold(value):
+            own = getattr(value, "__dict__", None) or _slots(value)
             for attribute in sorted(code.attributes & own.keys() - code.written):
-                note(f"'{name}.{attribute}'", attribute, own[attribute], partial(own.get, attribute))
+                look = partial(getattr, value, attribute, MISSING)
+                note(f"'{name}.{attribute}'", attribute, own[attribute], look)
             for attribute in sorted(code.attributes) if depth else ():
                 called = own.get(attribute) if isinstance(value, ModuleType) else _method(value, attribute)
                 if isinstance(called, FunctionType | MethodType):
                     found += variables_of(called, whose, depth - 1)
     return found
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)}
 
 
 def _method(value: Any, name: str) -> Any:

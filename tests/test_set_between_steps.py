@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +73,48 @@ class Settings:
         self.inner = types.SimpleNamespace(scale=1.0)
 
 
+class Answering:
+    """Gives settings from a dictionary of its own, as objects for configurations do."""
+
+    def __init__(self) -> None:
+        self.__dict__["held"] = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("__") or name not in self.__dict__["held"]:
+            raise AttributeError(name)
+        found: float = self.__dict__["held"][name]
+        return found
+
+    def __setattr__(self, name: str, value: float) -> None:
+        self.__dict__["held"][name] = value
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+    def doubled(self) -> float:
+        return 2.0 * self.scale
+
+
+HELD = Slotted()
+
+
+class OfClass(nn.Linear):
+    scale = 1.0
+
+    def factor(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale * self.factor()
+
+
+class ByMethodAround(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * HELD.doubled()
+
+
 def _head(kind: type[nn.Linear]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), kind(8, 3))
 
@@ -105,6 +150,7 @@ def _full(number: float) -> Tensor:
     return torch.full((8,), number, dtype=torch.float64)
 
 
+FACTORS = {number: partial(float, number) for number in (0.5, 1.0, 2.0)}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, float], None]]] = {
     "a tensor": (lambda: Net(lambda m, h: h * m.t, t=_full(1.0)), _set("t", _full)),
     "a tensor, written": (lambda: Net(lambda m, h: h * m.t, t=_full(1.0)), lambda m, number: m.t.fill_(number)),
@@ -114,6 +160,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, float], None]]] 
     "a number in a dictionary": (lambda: Net(lambda m, h: h * m.t["a"], t={"a": 1.0}), _set_item("t", "a")),
     "a setting": (lambda: Net(lambda m, h: h * m.s.scale, s=Settings()), _set("s.scale")),
     "a setting of a setting": (lambda: Net(lambda m, h: h * m.s.inner.scale, s=Settings()), _set("s.inner.scale")),
+    "a setting in a slot": (lambda: Net(lambda m, h: h * m.s.scale, s=Slotted()), _set("s.scale")),
+    "a setting that is looked up": (lambda: Net(lambda m, h: h * m.s.scale, s=Answering()), _set("s.scale")),
+    "a setting in a list": (
+        lambda: Net(lambda m, h: h * m.s[0].scale, s=[Settings()]),
+        lambda m, number: setattr(m.s[0], "scale", number),
+    ),
+    "an array": (lambda: Net(lambda m, h: h * float(m.t[0]), t=numpy.ones(2)), _set_item("t", 0)),
+    "an attribute that comes": (lambda: Net(lambda m, h: h * getattr(m, "more", 3.0)), _set("more")),
+    "a number of a class": (_head(OfClass), lambda _, number: setattr(OfClass, "scale", number)),
+    "a method": (_head(OfClass), lambda m, number: setattr(m[2], "factor", FACTORS[number])),
+    "a number in a method's object around a module": (_head(ByMethodAround), lambda _, n: setattr(HELD, "scale", n)),
     "a function": (
         lambda: Net(lambda m, h: m.f(h), f=torch.sigmoid),
         _set("f", {0.5: torch.tanh, 1.0: torch.sigmoid, 2.0: torch.relu}.__getitem__),
