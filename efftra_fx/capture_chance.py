@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from efftra_fx.capture_opaque import forward_replaced
+from efftra_fx.python_state import generators, set_generators
 
 _MOST_SEED = 2**31
 
@@ -28,11 +29,11 @@ def draws_in(model: nn.Module, run: Callable[[], object]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     entered: list[str] = []
-    before = last = _states()
+    before = last = generators()
 
     def note(path: str) -> None:
         nonlocal last
-        now = _states()
+        now = generators()
         drawn = [name for name, state in now.items() if state != last.get(name, state)]
         if drawn:
             found.setdefault(path, drawn[0])
@@ -55,7 +56,7 @@ def draws_in(model: nn.Module, run: Callable[[], object]) -> dict[str, str]:
                 stack.enter_context(forward_replaced(module, watched(path, module.forward)))
             run()
     finally:
-        _restore(before)
+        set_generators(before)
     return {p: which for p, which in found.items() if not any(q != p and p.startswith(q and f"{q}.") for q in found)}
 
 
@@ -71,7 +72,7 @@ def seeded_from_torch(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
 
 def _seeded(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        before, seed = _states(), int(torch.randint(_MOST_SEED, ()).item())
+        before, seed = generators(), int(torch.randint(_MOST_SEED, ()).item())
         random.seed(seed)
         numpy: Any = sys.modules.get("numpy.random")
         if numpy is not None:
@@ -79,26 +80,9 @@ def _seeded(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return forward(*args, **kwargs)
         finally:
-            _restore(before)
+            set_generators(before)
 
     return call
-
-
-def _states() -> dict[str, Any]:
-    numpy: Any = sys.modules.get("numpy.random")
-    states: dict[str, Any] = {"random": random.getstate()}
-    if numpy is not None:
-        kind, key, *rest = numpy.get_state()
-        states["numpy.random"] = (kind, key.tobytes(), *rest)
-    return states
-
-
-def _restore(states: dict[str, Any]) -> None:
-    random.setstate(states["random"])
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in states:
-        kind, key, *rest = states["numpy.random"]
-        numpy.random.set_state((kind, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
 
 
 __all__ = ["draws_in", "seeded_from_torch"]

@@ -50,7 +50,7 @@ class PythonState:
             if isinstance(value, _CONTAINERS)
         }
         self.hooks = {module: _hooks(module) for module in self.modules}
-        self.draws = _draws()
+        self.draws = generators()
 
     def extremes(self) -> Iterator[None]:
         """Put the generators outside of torch into states that give least, then most, and back at the end."""
@@ -59,11 +59,11 @@ class PythonState:
                 _set_draws(word)
                 yield
         finally:
-            _restore_draws(self.draws)
+            set_generators(self.draws)
 
     def drawn(self) -> str | None:
         """Say which generator outside of torch has been drawn from since, or None."""
-        return next((name for name, state in _draws().items() if state != self.draws.get(name, state)), None)
+        return next((name for name, state in generators().items() if state != self.draws.get(name, state)), None)
 
     def written(self) -> list[str]:
         """Return the attributes that are others now, in words."""
@@ -121,7 +121,7 @@ class PythonState:
 
         A forward that installs its hooks at its first call marks that in an attribute: both must go back.
         """
-        _restore_draws(self.draws)
+        set_generators(self.draws)
         for module in self._hooked():
             for name, before in self.hooks[module].items():
                 held = vars(module)[name]
@@ -310,7 +310,8 @@ def _fill(value: Any, content: Any) -> None:
     (value.extend if isinstance(value, list) else value.update)(content)
 
 
-def _draws() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
+    """Return the states of the generators outside of torch: of `random`, and of NumPy where it is loaded."""
     numpy: Any = sys.modules.get("numpy.random")
     states: dict[str, Any] = {"random": random.getstate()}
     if numpy is not None:
@@ -328,7 +329,8 @@ def _set_draws(word: int) -> None:
         numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0, 0, 0.0))
 
 
-def _restore_draws(states: dict[str, Any]) -> None:
+def set_generators(states: dict[str, Any]) -> None:
+    """Give the generators outside of torch these states."""
     random.setstate(states["random"])
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in states:
@@ -340,4 +342,4 @@ def _place(path: str, name: str) -> str:
     return f"'{path}.{name}'" if path else f"'{name}' of the model"
 
 
-__all__ = ["Noted", "PythonState", "python_kept", "reads_noted"]
+__all__ = ["Noted", "PythonState", "generators", "python_kept", "reads_noted", "set_generators"]
