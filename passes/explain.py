@@ -230,7 +230,10 @@ def bottleneck(plan: Plan, figures: Figures, longest: Route) -> str:
             tie = f", with {plan.warm_up(s)} micro-batches in flight" if far == len(plan.stages) - 1 else ""
             return f"the way from stage {s} to stage {far} and back, transfers included{tie}"
         case _:
-            return f"compute of stage {s}"
+            times = [stage.forward_s + stage.backward_s for stage in figures.stages]
+            slowest = times.index(max(times))
+            more = f": stage {slowest} is slower, but with what comes before and after, this way is longer"
+            return f"compute of stage {s}" + (more if times[s] < times[slowest] else "")
 
 
 def about_formula(plan: Plan, figures: Figures) -> list[str]:

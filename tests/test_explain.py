@@ -59,6 +59,14 @@ def test_the_bottleneck_is_named(seconds: list[float], row_bytes: float, words: 
     assert any(word in parts(plan, figures).bound for word in words.split("|"))
 
 
+def test_a_bound_that_is_not_the_slowest_stage_says_why() -> None:
+    chain, cluster = chain_of([3.1e-3, 3e-3], 1.0), Cluster.uniform(1, 2, None, Link(1e10))
+    plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1,))), 2)
+    figures = evaluate(plan, chain, cluster, 8)
+    assert parts(plan, figures).bound.startswith("compute of stage 1: stage 0 is slower, but")
+    assert parts(plan, figures).total_s == pytest.approx(formula_seconds(plan, figures))
+
+
 def test_the_parts_add_up_to_the_formula() -> None:
     chain, cluster = chain_of([1e-3, 2e-3, 1e-3], 1e5), Cluster.uniform(1, 4, None, Link(1e9))
     plan = Plan((Stage(0, 1, (0,)), Stage(1, 2, (1, 2)), Stage(2, 3, (3,))), 4)
