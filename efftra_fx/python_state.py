@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from efftra_fx.places import is_user_file
 from efftra_fx.python_use import LEFT, MANY, MISSING, PLAIN, Place, PythonUse, Read, as_it_is, variables_of
 
-_OWN = frozenset({*nn.Module().__dict__, "training"})  # switches that a captured step is compared by anyway
+# switches that a captured step is compared by anyway, and what any call reads, which computes the same
+_OWN = frozenset({*nn.Module().__dict__, "training", "_compiled_call_impl"})
 _KINDS_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_always_called")
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith(_KINDS_OF_HOOKS))
 _CONTAINERS = (list, dict, set)
@@ -93,13 +94,7 @@ class PythonState:
         for module, name in left:
             LEFT.setdefault(module, set()).add(name)
         reads = [
-            Read(
-                _place(self.modules[m], n),
-                n,
-                value,
-                partial(vars(m).get, n) if n in vars(m) else partial(_held, m, n),
-                m,
-            )
+            Read(_place(self.modules[m], n), n, value, _look(m, n), m)
             for (m, n), value in noted.reads.items()
             if (m, n) in left or (m, n) not in places
         ]
@@ -288,6 +283,7 @@ class _Objects:
 
 
 def _look(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Return what looks up an attribute: on the module, where it has it, else on its class."""
     own = vars(module)
     return partial(own.get, name, MISSING) if name in own else partial(_held, module, name)
 

@@ -12,7 +12,7 @@ import dis
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -116,10 +116,17 @@ class PythonUse:
     others: list[PythonUse] = field(default_factory=list)
     met: list[PythonUse] = field(default_factory=list)
 
+    @cached_property
+    def _quick(self) -> tuple[tuple[Callable[[], Any], Any, Read], ...]:
+        """How to look up each read, and the object that it was: most still are, and this is asked at each step."""
+        return tuple(
+            (read.look, read.value.held if isinstance(read.value, Which) else read.value, read) for read in self.reads
+        )
+
     def moved(self) -> str | None:
         """Say which attribute that forward reads is another one now, or None."""
-        for read in self.reads:
-            if read.look() is not read.value and read.moved:
+        for look, exact, read in self._quick:
+            if look() is not exact and read.moved:
                 break
         else:
             return None
