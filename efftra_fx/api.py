@@ -31,6 +31,7 @@ from efftra_fx.build import (
     stage_times,
 )
 from efftra_fx.calls import every_rank
+from efftra_fx.captured import Captured
 from efftra_fx.check import (
     CheckReport,
     compare_gradients,
@@ -86,7 +87,6 @@ from efftra_fx.state import (
     whole_state,
 )
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import Captured
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
     MANY_VARIANTS,

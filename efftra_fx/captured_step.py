@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from efftra_fx.capture_guards import CountsRowsError, NotCapturedError
 from efftra_fx.capture_opaque import called
+from efftra_fx.captured import Captured
 from efftra_fx.errors import CaptureError
 from efftra_fx.example import model_tensors, operands_of, other_batches
 from efftra_fx.left_out import may_leave_out
@@ -19,7 +20,7 @@ from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import Captured, capture, python_draws
+from efftra_fx.trace import capture, python_draws
 from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all, use_found
 
 

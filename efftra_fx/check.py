@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.capture_norms import norms_of_one_device
+from efftra_fx.differences import dense
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import hooked
 from efftra_fx.meta import PATH, ROLE
@@ -19,7 +20,6 @@ from efftra_fx.passes.batch_evaluate import is_random
 from efftra_fx.python_state import python_kept
 from efftra_fx.signature import Call
 from efftra_fx.step_module import LossFn, loss_of
-from efftra_fx.trace_check import dense
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from efftra_fx.captured import Captured
 from efftra_fx.cluster import Cluster
 from efftra_fx.cost import CostTable
 from efftra_fx.dump import print_dot, print_graph
@@ -34,7 +35,6 @@ from efftra_fx.passes.tail import Tail
 from efftra_fx.plan import Plan
 from efftra_fx.program import Wiring
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import Captured
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 

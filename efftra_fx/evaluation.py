@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from efftra_fx.build import connections, tensor_group, used_buffers
+from efftra_fx.captured import Captured, surroundings_of
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_graph
 from efftra_fx.errors import CaptureError, InputError
@@ -43,7 +44,7 @@ from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.signature import Call, difference, rows_of
-from efftra_fx.trace import Captured, capture, python_draws, surroundings_of
+from efftra_fx.trace import capture, python_draws
 from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all, use_found
 from efftra_fx.varying import Traces, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
@@ -114,7 +115,7 @@ def compile_evaluation(
     alone = tensors if rows == 1 else None
     with evaluating(model), python_kept(model):
         try:
-            captured = _captured(model, call, whole, small, dims, traces or Traces(), forms, alone)
+            captured = _Asked(model, call, whole, small, dims, alone).captured(traces or Traces(), forms)
         except WritesParametersError as error:
             what = str(error).partition(", which every")[0]
             raise CaptureError(
@@ -157,93 +158,72 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _captured(
-    model: nn.Module,
-    call: Call,
-    whole: Sequence[Tensor],
-    small: Sequence[Tensor],
-    dims: tuple[int | None, ...],
-    traces: Traces,
-    forms: Sequence[Evaluation],
-    alone: Sequence[Tensor] | None,
-) -> Captured:
-    """Return the model's output as a graph that was checked, modules kept as they are that draw outside of torch."""
-    try:
-        return _captured_with(model, call, whole, small, dims, traces, forms, alone, {})
-    except WritesParametersError:
-        raise
-    except CaptureError:
-        drawing = python_draws(model, call, whole, dims, None, "output")
-        if not drawing:
-            raise
-    return _captured_with(model, call, whole, small, dims, Traces(), (), alone, drawing)
+@dataclass(frozen=True)
+class _Asked:
+    """An evaluation that is wanted: its `whole` batch, a `small` part of it, and the batch if it is a row `alone`."""
 
+    model: nn.Module
+    call: Call
+    whole: Sequence[Tensor]
+    small: Sequence[Tensor]
+    dims: tuple[int | None, ...]
+    alone: Sequence[Tensor] | None
 
-def _captured_with(
-    model: nn.Module,
-    call: Call,
-    whole: Sequence[Tensor],
-    small: Sequence[Tensor],
-    dims: tuple[int | None, ...],
-    traces: Traces,
-    forms: Sequence[Evaluation],
-    alone: Sequence[Tensor] | None,
-    drawing: Mapping[str, str],
-) -> Captured:
-    """Return the model's output as a graph that was checked, from a trace for all sizes where there is one."""
-    met = [(form.captured, form.examples) for form in forms]
-    varying, problem = traces.find(model, call, whole, dims, None, met, want="output"), ""
-    if varying is not None:
+    def captured(self, traces: Traces, forms: Sequence[Evaluation]) -> Captured:
+        """Return the model's output as a checked graph; modules that draw outside of torch stay as they are."""
         try:
-            found = specialise(varying, call, whole, named_state(model, None))
-            return _checked(model, found, small, whole, alone)
-        except CaptureError as error:
-            problem = str(error)
-    captured = capture(model, call, whole, dims, want="output", drawing=drawing)
-    if not (captured.guards is not None or _is_for(model, captured, small, whole, alone)):
-        reason = "it computes something else for other numbers of rows"
-        captured = capture(model, call, whole, dims, want="output", whole_model=reason, undivided=True, drawing=drawing)
-    if not captured.symbolic:
-        raise CaptureError(
-            "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
-            "take sizes from the tensors (x.shape[0]) and not from constants"
-        )
-    captured = _checked(model, captured, small, whole, alone)
-    if varying is not None:
-        traces.refuse(varying, f"this batch to evaluate is captured apart, since in the trace for all sizes {problem}")
-    else:
-        traces.join(call, captured, whole, met)
-    return captured
+            return self._traced(traces, forms)
+        except WritesParametersError:
+            raise
+        except CaptureError:
+            drawing = python_draws(self.model, self.call, self.whole, self.dims, None, "output")
+            if not drawing:
+                raise
+        return self._traced(Traces(), (), drawing)
 
+    def _traced(
+        self, traces: Traces, forms: Sequence[Evaluation], drawing: Mapping[str, str] | None = None
+    ) -> Captured:
+        """Return a checked graph, from a trace for all sizes where there is one."""
+        met = [(form.captured, form.examples) for form in forms]
+        varying, problem = traces.find(self.model, self.call, self.whole, self.dims, None, met, want="output"), ""
+        if varying is not None:
+            try:
+                return self._checked(specialise(varying, self.call, self.whole, named_state(self.model, None)))
+            except CaptureError as error:
+                problem = str(error)
+        trace = partial(capture, self.model, self.call, self.whole, self.dims, want="output", drawing=drawing)
+        captured = trace()
+        if not (captured.guards is not None or self._is_for(captured)):
+            captured = trace(whole_model="it computes something else for other numbers of rows", undivided=True)
+        if not captured.symbolic:
+            raise CaptureError(
+                "in eval mode the model fixes the number of rows, so its evaluation cannot be cut; "
+                "take sizes from the tensors (x.shape[0]) and not from constants"
+            )
+        captured = self._checked(captured)
+        if varying is not None:
+            why = f"this batch to evaluate is captured apart, since in the trace for all sizes {problem}"
+            traces.refuse(varying, why)
+        else:
+            traces.join(self.call, captured, self.whole, met)
+        return captured
 
-def _is_for(
-    model: nn.Module,
-    captured: Captured,
-    small: Sequence[Tensor],
-    whole: Sequence[Tensor],
-    alone: Sequence[Tensor] | None,
-) -> bool:
-    """Say whether a graph is the model's output for other numbers of rows, where they matter, and for a row alone."""
-    batches = [small, *other_batches(whole, captured.batch_leaves)] if captured.aligned else []
-    if first_apart(partial(check_output, model, captured), batches) is not None:
-        return False
-    return alone is None or is_output(model, captured, alone)
+    def _is_for(self, captured: Captured) -> bool:
+        """Say whether a graph is the output for other numbers of rows, where they matter, and for a row alone."""
+        batches = [self.small, *other_batches(self.whole, captured.batch_leaves)] if captured.aligned else []
+        if first_apart(partial(check_output, self.model, captured), batches) is not None:
+            return False
+        return self.alone is None or is_output(self.model, captured, self.alone)
 
-
-def _checked(
-    model: nn.Module,
-    captured: Captured,
-    small: Sequence[Tensor],
-    whole: Sequence[Tensor],
-    alone: Sequence[Tensor] | None,
-) -> Captured:
-    few = whole if captured.guards is not None or not captured.known_for(small) else small
-    captured = replace(captured, tried={}, shapes_of_one=[])
-    use = on_few_or_all(partial(check_output, model, captured), few, whole)
-    captured.tried[rows_of(few, captured.batch_leaves)] = True
-    if alone is not None and not is_output(model, captured, alone):
-        raise CaptureError("in eval mode the model computes something else for a single row than what several show")
-    return replace(captured, python=use)
+    def _checked(self, captured: Captured) -> Captured:
+        few = self.whole if captured.guards is not None or not captured.known_for(self.small) else self.small
+        captured = replace(captured, tried={}, shapes_of_one=[])
+        use = on_few_or_all(partial(check_output, self.model, captured), few, self.whole)
+        captured.tried[rows_of(few, captured.batch_leaves)] = True
+        if self.alone is not None and not is_output(self.model, captured, self.alone):
+            raise CaptureError("in eval mode the model computes something else for a single row than what several show")
+        return replace(captured, python=use)
 
 
 def is_output(model: nn.Module, captured: Captured, tensors: Sequence[Tensor]) -> bool:

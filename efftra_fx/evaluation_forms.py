@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efftra_fx.captured import surroundings_of
 from efftra_fx.evaluation import Evaluation, is_output, python_holds
 from efftra_fx.signature import Call
-from efftra_fx.trace import surroundings_of
 from efftra_fx.variants import MOST_DESCRIBED
 from efftra_fx.varying import Traces
 

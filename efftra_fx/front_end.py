@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from efftra_fx.capture_norms import syncs_norms
 from efftra_fx.capture_refused import refuse_scripted
+from efftra_fx.captured import Captured
 from efftra_fx.captured_step import capture_step, check_again
 from efftra_fx.compiler import Front, Options, Report
 from efftra_fx.draws import KEY_DIMS, keys_of
@@ -34,7 +35,6 @@ from efftra_fx.passes.synced import is_synced
 from efftra_fx.passes.tail import split_tail
 from efftra_fx.program import Load, RankProgram, micro_batch_rows
 from efftra_fx.signature import Call, describe, difference, rows_of
-from efftra_fx.trace import Captured
 
 
 @torch.random.fork_rng()  # trial runs and proofs draw, which must not change what the step draws

@@ -8,9 +8,9 @@ from torch import fx
 
 from efftra_fx.capture_normal import sparse_lines
 from efftra_fx.capture_opaque import called
+from efftra_fx.captured import Captured
 from efftra_fx.meta import BATCH, OUTPUTS, PATH
 from efftra_fx.opaque import is_opaque, returned_by
-from efftra_fx.trace import Captured
 
 
 def python_notes(captured: Captured) -> tuple[str, ...]:

@@ -19,37 +19,23 @@ from efftra_fx.capture_chance import seeded_from_torch
 from efftra_fx.capture_checkpoints import checkpoints_inline
 from efftra_fx.capture_guards import NotCapturedError
 from efftra_fx.capture_norms import norms_of_one_device
+from efftra_fx.captured import Captured
 from efftra_fx.containers import take_apart
+from efftra_fx.differences import Difference, apart, dense, equal, equal_all, equal_each, gradients_apart
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.first_difference import EagerRecord, differs_backward, differs_forward, run_nodes
 from efftra_fx.held_buffers import HeldBuffers
 from efftra_fx.hooks import tensor_hooks_refused
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
-from efftra_fx.opaque import OtherSizesError, nobodys
+from efftra_fx.opaque import OtherSizesError
 from efftra_fx.python_state import Noted, PythonState, python_kept, reads_noted
 from efftra_fx.python_use import PythonUse, same_left
 from efftra_fx.signature import describe, rows_at, rows_of
 from efftra_fx.step_module import LossFn, loss_of
-from efftra_fx.trace import Captured
-
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-_LOOK = "look for a custom autograd.Function, a hook or Python state that changes from call to call"
 
 
 class DoesNotRunError(CaptureError):
     """Raise where the user's own code raises; on a few rows alone that may be since rows name each other by number."""
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """What differs, in words: one of the graph's results by number, a parameter's gradient, or a buffer it lacks."""
-
-    text: str
-    result: int | None = None
-    gradient: str | None = None
-    buffer: str | None = None
-    remedy: str = _LOOK
-    absent: bool = False  # a gradient is there on one side alone
 
 
 @dataclass(frozen=True)
@@ -223,13 +209,13 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
         with _own_code("the model and its loss do"), reads_noted(state) as noted:
             loss, gradients, written = eager.step()
     _refuse_draws(eager, state, loss, gradients)
-    use = _used(eager, state, noted, "loss", [loss], lambda one: [one.step()[0]])
+    use = _FirstCall(eager, state, noted, "loss", [loss], lambda one: [one.step()[0]]).used()
     with torch.enable_grad():
         results = eager.graph()
         found = _gradients(results[0], eager.parameters)
     difference = (
-        _apart("the loss", loss, results[0].detach(), result=0)
-        or _gradients_apart(gradients, found)
+        apart("the loss", loss, results[0].detach(), result=0)
+        or gradients_apart(gradients, found)
         or _buffers_apart(eager, written, results)
     )
     if difference is not None:
@@ -272,82 +258,67 @@ def _refuse_draws(eager: _Eager, state: PythonState, loss: Tensor, gradients: Ma
         return
     with python_kept(*eager.modules):
         others = [eager.step() for _ in state.extremes()]
-    if any(not _equal(other[0], loss) or not _equal_each(other[1], gradients) for other in others):
+    if any(not equal(other[0], loss) or not equal_each(other[1], gradients) for other in others):
         raise CaptureError(
             f"what forward, or the loss, draws from Python's {drawn} decides the loss, and a captured step would "
             "not draw it again; draw from torch (torch.rand), and multiply by what is drawn in place of a branch"
         )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+@dataclass(frozen=True)
+class _FirstCall:
+    """A first call of the model: the state before, what was read in it, its results with a name, how to repeat it."""
 
+    eager: _Eager
+    state: PythonState
+    noted: Noted
+    what: str
+    results: Sequence[Tensor]
+    run: Callable[[_Eager], Sequence[Tensor]]
 
-def _equal_all(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and _equal(x, y) for x, y in zip(a, b, strict=True))
+    def used(self) -> PythonUse:
+        """Return what it did in Python; put attributes back as they were before.
 
-
-def _equal_each(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]) -> bool:
-    pairs = [(one, b[name]) for name, one in a.items()]
-    return all(one is other or (one is not None and other is not None and _equal(one, other)) for one, other in pairs)
-
-
-def _used(
-    eager: _Eager,
-    state: PythonState,
-    noted: Noted,
-    what: str,
-    results: Sequence[Tensor],
-    run: Callable[[_Eager], Sequence[Tensor]],
-) -> PythonUse:
-    """Return what a first call, which gave these results, did in Python; put attributes back as they were before.
-
-    Raises CaptureError where it leaves something with which the next call computes something else. What it leaves
-    is told from what follows its batch by calls with other rows.
-    """
-    try:
-        found = _left(eager, state, noted, what, results, run)
-    finally:
-        state.restore()
-    return found.steady()
-
-
-def _left(
-    eager: _Eager,
-    state: PythonState,
-    noted: Noted,
-    what: str,
-    results: Sequence[Tensor],
-    run: Callable[[_Eager], Sequence[Tensor]],
-) -> PythonUse:
-    """Return the use of a first call with what it leaves; attributes are then those after further calls."""
-    use, first = state.use(noted, eager.loss_fn), state.changed(noted.assigned)
-    told = same_left(first, [])
-    if not (use.writes or use.hooked or told):
-        return use
-    with _own_code("called again, the model does"), reads_noted(state) as again:
-        second = run(eager)
-    if len(second) != len(results) or any(_apart("", a, b) for a, b in zip(second, results, strict=True)):
-        written = ", ".join((*use.writes, *use.hooked))
-        raise CaptureError(
-            f"forward writes {written} and computes another {what} with it at the next call, which a captured "
-            "step would not; keep it in a buffer (register_buffer) and write it there in place"
-        )
-    others = eager.of_other_rows()
-    if use.hooked or not told or not others:  # a mark that is left may say that hooks are set
-        return use
-    after = [state.changed(again.assigned)]
-    for other in others:
-        state.restore()
+        Raises CaptureError where it leaves something with which the next call computes something else. What it leaves
+        is told from what follows its batch by calls with other rows.
+        """
         try:
-            with reads_noted(state) as then:
-                run(other)
-        except Exception:  # the model may not take these rows: then nothing is known of them
+            found = self._with_left()
+        finally:
+            self.state.restore()
+        return found.steady()
+
+    def _with_left(self) -> PythonUse:
+        """Return what it did with what it leaves; attributes are then those after further calls."""
+        use = self.state.use(self.noted, self.eager.loss_fn)
+        first = self.state.changed(self.noted.assigned)
+        told = same_left(first, [])
+        if not (use.writes or use.hooked or told):
             return use
-        after.append(state.changed(then.assigned))
-    left = same_left(first, after)
-    both = [state.use(reads, eager.loss_fn, left, first) for reads in (noted, again)]
-    return replace(both[0], others=both[1:])
+        with _own_code("called again, the model does"), reads_noted(self.state) as again:
+            second = self.run(self.eager)
+        pairs = zip(second, self.results, strict=True)
+        if len(second) != len(self.results) or any(apart("", a, b) for a, b in pairs):
+            written = ", ".join((*use.writes, *use.hooked))
+            raise CaptureError(
+                f"forward writes {written} and computes another {self.what} with it at the next call, which a captured "
+                "step would not; keep it in a buffer (register_buffer) and write it there in place"
+            )
+        others = self.eager.of_other_rows()
+        if use.hooked or not told or not others:  # a mark that is left may say that hooks are set
+            return use
+        after = [self.state.changed(again.assigned)]
+        for other in others:
+            self.state.restore()
+            try:
+                with reads_noted(self.state) as then:
+                    self.run(other)
+            except Exception:  # the model may not take these rows: then nothing is known of them
+                return use
+            after.append(self.state.changed(then.assigned))
+        left = same_left(first, after)
+        both = [self.state.use(reads, self.eager.loss_fn, left, first) for reads in (self.noted, again)]
+        return replace(both[0], others=both[1:])
 
 
 def check_output(
@@ -367,12 +338,12 @@ def check_output(
     if drawn is not None:
         with python_kept(model):
             others = [_tensors(eager.output()) for _ in state.extremes()]
-        if any(not _equal_all(other, _tensors(leaves)) for other in others):
+        if any(not equal_all(other, _tensors(leaves)) for other in others):
             raise CaptureError(
                 f"what forward draws from Python's {drawn} in eval mode decides its output, and a captured evaluation "
                 "would not draw it again; draw from torch (torch.rand), and multiply by what is drawn"
             )
-    use = _used(eager, state, noted, "output", _tensors(leaves), lambda one: _tensors(one.output()))
+    use = _FirstCall(eager, state, noted, "output", _tensors(leaves), lambda one: _tensors(one.output())).used()
     with torch.no_grad():
         found = eager.graph()[: OUTPUTS[captured.gm].loss]
     assert captured.out_tree is not None
@@ -392,7 +363,7 @@ def check_output(
         if shapes is not None and isinstance(a, Tensor):
             shapes.append(a.shape)
             b = b.reshape(a.shape) if b.numel() == a.numel() else b
-        difference = _apart(f"output {number}", a, b, result=number) if isinstance(a, Tensor) else None
+        difference = apart(f"output {number}", a, b, result=number) if isinstance(a, Tensor) else None
         if difference is not None:
             record = EagerRecord()
             eager.output(record)
@@ -421,46 +392,23 @@ def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tens
     return result
 
 
-def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor: an embedding may give a sparse one."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def _gradients_apart(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> _Difference | None:
-    for name, a in expected.items():
-        b = found[name]
-        if a is not None and b is not None:
-            difference = _apart(f"the gradient of '{name}'", a, b, gradient=name)
-            if difference is not None:
-                return difference
-        elif (a is None) != (b is None or nobodys(b)):
-            has, lacks = ("eager", "the captured graph") if b is None else ("the captured graph", "eager")
-            return _Difference(
-                f"the gradient of '{name}' exists in {has} and not in {lacks}: the graph is not the model",
-                gradient=name,
-                remedy="look for a custom autograd.Function, a hook or a detach on the way to it",
-                absent=True,
-            )
-    return None
-
-
-def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequence[Any]) -> _Difference | None:
+def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequence[Any]) -> Difference | None:
     outputs = OUTPUTS[eager.captured.gm]
     for number, name in enumerate(outputs.buffers, outputs.loss):
-        difference = _apart(f"the new value of buffer '{name}'", written[name], results[number], result=number)
+        difference = apart(f"the new value of buffer '{name}'", written[name], results[number], result=number)
         if difference is not None:
             return difference
     for name in eager.buffers:
         now, before = written[name], eager.before[name]
         if (now.shape, now.dtype) != (before.shape, before.dtype):
-            return _Difference(
+            return Difference(
                 f"forward puts {describe(now)} in the place of buffer '{name}', which is {describe(before)}, and no "
                 "captured step can",
                 buffer=name,
                 remedy="give it that form in __init__, or call the model once on such a batch before compile",
             )
         if name not in outputs.buffers and not torch.equal(now.nan_to_num(), before.nan_to_num()):
-            return _Difference(
+            return Difference(
                 f"forward writes buffer '{name}', and the captured graph does not",
                 buffer=name,
                 remedy="register it with register_buffer and write it with an in-place operation",
@@ -468,7 +416,7 @@ def _buffers_apart(eager: _Eager, written: Mapping[str, Tensor], results: Sequen
     return None
 
 
-def _explained(eager: _Eager, difference: _Difference, record: EagerRecord) -> CaptureError:
+def _explained(eager: _Eager, difference: Difference, record: EagerRecord) -> CaptureError:
     """Return the error that says what differs, and where the graph first leaves the model."""
     gm, kept = eager.captured.gm, [path for path, _ in eager.captured.opaque]
     if difference.absent and kept and "" not in kept:
@@ -486,26 +434,3 @@ def _explained(eager: _Eager, difference: _Difference, record: EagerRecord) -> C
             where = record.writer(eager.buffers[difference.buffer])
             where = f"it is written at {where}" if where else ""
     return CaptureError("; ".join(filter(None, (difference.text, where, difference.remedy))))
-
-
-def _apart(what: str, expected: Tensor, found: Tensor, **place: Any) -> _Difference | None:
-    """Say how two tensors differ by more than rounding; None where they do not."""
-    if expected.shape == found.shape:
-        a, b = expected.detach(), found.detach()
-        if a.numel() and a.is_floating_point() and a.dtype == b.dtype:
-            gap, reach = float((a - b).abs().max()), float(a.abs().max())
-            if gap <= _TOLERANCE.get(expected.dtype, 1e-3) * max(reach, 1e-6):
-                return None
-        if a.is_complex() or b.is_complex():
-            a, b = (torch.view_as_real(t.to(torch.complex128).resolve_conj()) for t in (a, b))
-        a, b = a.to(torch.float64), b.to(torch.float64)
-        same = torch.equal(a.isnan(), b.isnan())
-        a, b = a.nan_to_num(), b.nan_to_num()
-        worst = float((a - b).abs().max()) if a.numel() else 0.0
-        scale = max(float(a.abs().max()) if a.numel() else 0.0, 1e-6)
-        if same and worst <= _TOLERANCE.get(expected.dtype, 1e-3) * scale:
-            return None
-        detail = f"they differ by {worst:.3g} where values reach {scale:.3g}"
-    else:
-        detail = f"shape {list(expected.shape)} in eager, {list(found.shape)} in the graph"
-    return _Difference(f"{what} of the captured graph is not the eager model's: {detail}", **place)

@@ -14,6 +14,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
+from efftra_fx.captured import flags_of
 from efftra_fx.captured_step import is_step, python_holds
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
@@ -24,7 +25,6 @@ from efftra_fx.passes.blocks import block_names, chain_nodes
 from efftra_fx.plan import Plan
 from efftra_fx.signature import Call, describe
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import flags_of
 from efftra_fx.varying import Form, Traces, named_state, shapes_of, specialise
 from efftra_fx.world import World
 

@@ -24,13 +24,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from efftra_fx.assumed import assumed_of
 from efftra_fx.capture_align import align
+from efftra_fx.captured import Captured, flags_of
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.private import shapes_in_python, size_expression
 from efftra_fx.put_in import Sizes, like
 from efftra_fx.signature import Call, difference
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import Captured, capture, flags_of
+from efftra_fx.trace import capture
 
 Moving = tuple[tuple[int, ...], ...]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from efftra_fx import Cluster, compile
 from efftra_fx.check import CheckReport, compare_gradients
-from efftra_fx.trace_check import _apart
+from efftra_fx.differences import apart
 
 MLP = ZOO["mlp"]
 
@@ -123,7 +123,7 @@ def test_a_step_that_draws_by_parts_says_why_it_is_not_that_of_one_device(rng: s
 
 def test_imaginary_parts_count_when_a_capture_is_compared() -> None:
     value = torch.tensor([1 + 2j, 3 - 1j])
-    assert _apart("a gradient", value, value.clone()) is None
-    assert _apart("a gradient", value, value.conj()) is not None
-    assert _apart("a gradient", value.real, value) is not None
-    assert _apart("a gradient", value.conj(), value.conj().resolve_conj()) is None
+    assert apart("a gradient", value, value.clone()) is None
+    assert apart("a gradient", value, value.conj()) is not None
+    assert apart("a gradient", value.real, value) is not None
+    assert apart("a gradient", value.conj(), value.conj().resolve_conj()) is None

@@ -12,10 +12,10 @@ from habits import Habit, Net, classes, cross_entropy, features, plain
 from test_trace import captured
 from torch import Tensor, fx, nn
 
+from efftra_fx.captured import Captured
 from efftra_fx.errors import CaptureError
 from efftra_fx.first_difference import Values
 from efftra_fx.meta import CONSTANTS
-from efftra_fx.trace import Captured
 from efftra_fx.trace_check import check_capture
 
 aten = torch.ops.aten

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from habits import ROWS, Net, classes, features
 from torch import Tensor, fx
 
+from efftra_fx.captured import Captured
 from efftra_fx.meta import ROLE
 from efftra_fx.passes.means import SeparateMeans, argument
 from efftra_fx.signature import read_call
-from efftra_fx.trace import Captured, capture
+from efftra_fx.trace import capture
 
 aten = torch.ops.aten
 WEIGHTS = torch.tensor([0.2, 0.5, 2.0], dtype=torch.float64)

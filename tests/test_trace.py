@@ -10,11 +10,12 @@ from against_eager import assert_same, compiled, one_device, step
 from habits import Branches, Habit, Net, WithExperts, classes, cross_entropy, features, plain, triple
 from torch import Tensor, nn
 
+from efftra_fx.captured import Captured
 from efftra_fx.errors import CaptureError
 from efftra_fx.meta import OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.opaque import is_opaque
 from efftra_fx.signature import read_call
-from efftra_fx.trace import Captured, capture
+from efftra_fx.trace import capture
 from efftra_fx.trace_check import check_capture
 
 
