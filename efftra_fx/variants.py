@@ -171,7 +171,10 @@ def lay_out(base: Built, front: Front, world: World, backend: str | None = None)
     try:
         back = back_end(front, _same_cuts(front, plan, owners), Report(kept=False), base.back)
     except PlanError as error:
-        raise InputError(f"this form of batch does not fit the plan: {error}; compile for it instead") from error
+        raise InputError(
+            f"this form of batch does not fit the plan: {error}; cut the model elsewhere (cuts=), or compile it with a "
+            "batch of this form as the example"
+        ) from error
     for parameter in back.wiring.parameters:
         held = owners.get(parameter.name)
         if held != parameter.stages:
@@ -213,13 +216,10 @@ def _places(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]], cou
                 off, origin = min(before, default=(0, 0))
                 here[stage] = (off + abs(stage - wanted), origin)
         if not here:
-            raise PlanError(
-                f"block {block} of {count} needs parameters of stages {sorted(options)}, but the blocks before it end "
-                f"in stage {max(least[-1]) if least else 0}"
-            )
+            raise PlanError(_misplaced(front, owners, block, min(least[-1]) if least else -1))
         least.append(here)
     if last not in least[-1]:
-        raise PlanError(f"stage {last} would have nothing to do")
+        raise PlanError(f"nothing in it is left to do for stage {last}")
     places, stage = [last], last
     for block in range(count - 1, 0, -1):
         stage = least[block][stage][1]
@@ -236,6 +236,24 @@ def _allowed_stages(front: Front, owners: Mapping[str, tuple[int, ...]], blocks:
             if operand.op == "placeholder" and ROLE[operand].kind == "parameter":
                 allowed[BLOCK[node]] &= set(owners.get(ROLE[operand].name, range(stages)))
     return allowed
+
+
+def _misplaced(front: Front, owners: Mapping[str, tuple[int, ...]], block: int, before: int) -> str:
+    """Say why a block, with those before it in stage `before` or later, can be in no stage."""
+    held: dict[tuple[int, ...], str] = {}
+    for node in chain_nodes(front.gm):
+        for operand in node.all_input_nodes if BLOCK[node] == block else ():
+            role = ROLE[operand] if operand.op == "placeholder" else None
+            if role is not None and role.kind == "parameter" and role.name in owners:
+                held.setdefault(owners[role.name], role.name)
+    with_what = " and ".join(f"'{name}' of stage {', '.join(map(str, s))}" for s, name in sorted(held.items()))
+    latest, earliest = min(max(stages) for stages in held), max(min(stages) for stages in held)
+    why = ""
+    if latest < before:
+        why = f", after what stage {before} computes"
+    elif earliest > before + 1:
+        why = f", which leaves nothing to do for stage {before + 1}"
+    return f"'{block_names(front.gm)[block]}' computes in one piece with {with_what}{why}"
 
 
 def note_of_many(count: int, seconds: float) -> str:

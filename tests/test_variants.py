@@ -317,3 +317,37 @@ def test_a_stage_without_parameters_computes_other_lengths_too() -> None:
     assert all(role.kind != "parameter" for role in planned.built.back.stages[1].roles)
     for habit in habits:
         assert_same(step(planned, habit), one_device(habit), 1e-9)
+
+
+class Crosswise(nn.Module):
+    """A product of two layers' weights, or layers in another order, where an argument asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, way: str = "") -> Tensor:
+        if way in ("backwards", "again"):
+            first: Tensor = self.b(self.a(x) if way == "again" else x)
+            out: Tensor = self.c(self.a(first.tanh()).tanh())
+            return out
+        weight = self.a.weight @ self.b.weight if way == "product" else self.a.weight
+        out = self.c(self.b(F.linear(x, weight, self.a.bias).tanh()).tanh())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("product", r"computes in one piece with 'a\.(bias|weight)' of stage 0 and 'b\.weight' of stage 1; cut the"),
+        ("again", r"'a' computes in one piece with 'a\.(bias|weight)' of stage 0, after what stage 1 computes; cut"),
+        ("backwards", r"'b' computes in one piece with 'b\.weight' of stage 1, which leaves nothing to do for stage 0;"),
+    ],
+)
+def test_a_form_that_no_cut_fits_says_which_parameters_are_where(way: str, words: str) -> None:
+    torch.manual_seed(0)
+    model = Crosswise().double()
+    program = compiled(Habit(model, (features(),), classes(), cross_entropy), stages=2, replicas=(1, 1), cuts=["b"])
+    step(program, Habit(model, (features(),), classes(), cross_entropy))
+    with pytest.raises(InputError, match=words):
+        program.step(features(), way=way, target=classes())
