@@ -247,11 +247,10 @@ def _misplaced(front: Front, owners: Mapping[str, tuple[int, ...]], block: int, 
             if role is not None and role.kind == "parameter" and role.name in owners:
                 held.setdefault(owners[role.name], role.name)
     with_what = " and ".join(f"'{name}' of stage {', '.join(map(str, s))}" for s, name in sorted(held.items()))
-    latest, earliest = min(max(stages) for stages in held), max(min(stages) for stages in held)
-    why = ""
-    if latest < before:
+    common, why = set[int].intersection(*map(set, held)), ""
+    if common and max(common) < before:
         why = f", after what stage {before} computes"
-    elif earliest > before + 1:
+    elif common and min(common) > before + 1:
         why = f", which leaves nothing to do for stage {before + 1}"
     return f"'{block_names(front.gm)[block]}' computes in one piece with {with_what}{why}"
 

@@ -341,7 +341,7 @@ class Crosswise(nn.Module):
     [
         ("product", r"computes in one piece with 'a\.(bias|weight)' of stage 0 and 'b\.weight' of stage 1; cut the"),
         ("again", r"'a' computes in one piece with 'a\.(bias|weight)' of stage 0, after what stage 1 computes; cut"),
-        ("backwards", r"'b' computes in one piece with 'b\.weight' of stage 1, which leaves nothing to do for stage 0;"),
+        ("backwards", r"'b' computes in one piece with 'b\.weight' of stage 1, which leaves nothing to do for stage 0"),
     ],
 )
 def test_a_form_that_no_cut_fits_says_which_parameters_are_where(way: str, words: str) -> None:
