@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from efftra_fx.places import is_user_file
-from efftra_fx.python_use import LEFT, MANY, MISSING, PLAIN, Place, PythonUse, Read, as_it_is, variables_of
+from efftra_fx.python_reads import LEFT, MANY, MISSING, PLAIN, Read, as_it_is, variables_of
+from efftra_fx.python_use import Place, PythonUse
 
 # switches that a captured step is compared by anyway, and what any call reads, which computes the same
 _OWN = frozenset({*nn.Module().__dict__, "training", "_compiled_call_impl"})

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from efftra_fx import Cluster, compile
 from efftra_fx.errors import CaptureError
+from efftra_fx.python_reads import variables_of
 from efftra_fx.python_state import PythonState, reads_noted
-from efftra_fx.python_use import variables_of
 
 SETTINGS = {"weight": 1.0}
 SHARE = 0.1
