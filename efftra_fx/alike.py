@@ -77,13 +77,15 @@ def same_capture(front: Front, options: Options, world: World) -> None:
     nodes = [line for gm in graphs for line in print_graph(gm, "").splitlines()[1:]]  # the first line is a title
     trained = [ROLE[n].name for n in front.gm.graph.nodes if n.op == "placeholder" and ROLE[n].trainable]
     lines = [*(f"{name}={value!r}" for name, value in given.items()), *(f"trains {name}" for name in trained)]
+    lines += front.captured.settings_text
     _same_text([*lines, *_numbered(nodes)], "captured different steps", world)
 
 
 def same_evaluation(evaluation: Evaluation, world: World) -> None:
     """Raise InputError on every rank where ranks captured different outputs to evaluate."""
     if len(world.transports) == 1 and world.size > 1:
-        _same_text(_numbered(evaluation.text), "captured different outputs to evaluate", world)
+        text = [*evaluation.captured.settings_text, *_numbered(evaluation.text)]
+        _same_text(text, "captured different outputs to evaluate", world)
 
 
 def _same_text(

@@ -103,6 +103,7 @@ from efftra_fx.variants import (
     refuse_different_batches,
     refuse_replaced,
     sample_numbers,
+    with_settings,
 )
 from efftra_fx.varying import Traces
 from efftra_fx.world import Turns, World
@@ -454,10 +455,11 @@ class CompiledModel(NotAModule):
         except EfftraError as error:
             problem = error
         numbers = self._sample(found)
-        if not world.agree_on_call(problem, given_batch(described + scaled, form, numbers)):
+        shown = with_settings(described, None if form < 0 else self._forms[form].front.captured) + scaled
+        if not world.agree_on_call(problem, given_batch(shown, form, numbers)):
             if self._own_tensors.agree_on_switches():
                 return self._batch(args, kwargs, target, scaled)
-            refuse_different_batches(world, described + scaled, form, numbers)
+            refuse_different_batches(world, shown, form, numbers)
         self._own_tensors.note_switches()
         assert problem is None and found is not None
         if new:
@@ -466,6 +468,7 @@ class CompiledModel(NotAModule):
             self._met.clear()
         self._met[described] = form
         front = self._forms[form].front
+        front.captured.feed(held.constants for held in self._forms[form].tensors.values())
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
 
     def _new_form(self, call: Call, tensors: Sequence[Tensor], reason: str) -> int:
@@ -483,7 +486,7 @@ class CompiledModel(NotAModule):
         same_capture(built.front, self.options, self.world)
         self._forms_s += time.perf_counter() - begin
         if len(self._variants) == MANY_VARIANTS:
-            self._traces.notes.append(note_of_many(MANY_VARIANTS, self._forms_s))
+            self._traces.notes.append(note_of_many(MANY_VARIANTS, self._forms_s, reason))
         self._tell(self._traces.notes)
         if len(self._variants) == MOST_VARIANTS:
             self._variants.clear()
@@ -671,7 +674,8 @@ class CompiledModel(NotAModule):
                 rows_of_batch(call, tensors, evaluation.dims)
         except EfftraError as error:
             problem = error
-        agree_on_batch(self.world, problem, described, form, self._sample(found))
+        shown = with_settings(described, None if evaluation is None else evaluation.captured)
+        agree_on_batch(self.world, problem, shown, form, self._sample(found))
         assert found is not None
         if evaluation is None:
             evaluation = self._new_evaluation(*found, described)
@@ -682,6 +686,7 @@ class CompiledModel(NotAModule):
         self._written.bring(self.built, evaluation.buffers, self.world)
         seed = self._seed(evaluation.alike or evaluation.tail.random, evaluation.random)
         batch = self._with_keys(batch, seed) if evaluation.alike else batch
+        evaluation.captured.feed([evaluation.constants])
         output = run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
         evaluation.captured.python.leave()
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,9 @@ from efftra_fx import private
 from efftra_fx.assumed import Assumed
 from efftra_fx.capture_guards import Guards
 from efftra_fx.given_gradients import never_given, seldom_given
+from efftra_fx.meta import CONSTANTS
 from efftra_fx.python_use import PythonUse
+from efftra_fx.settings import Setting
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import OutputTree
 
@@ -46,6 +48,7 @@ class Captured:
     most_rows: int = 0  # of a graph with code that runs as it is: up to how many rows it was tried; 0 for any
     aligned: bool = False  # joined of what two numbers of rows gave, so that others are to be tried
     assumed: tuple[Assumed, ...] = ()  # of sizes, in tracing
+    settings: tuple[Setting, ...] = ()  # numbers and tensors read in Python that the graph takes as tensors
     tried: dict[int, bool] = field(default_factory=dict, compare=False)  # whether it is the model for so many rows
     shapes_of_one: list[torch.Size] = field(default_factory=list, compare=False)  # of what it returns of a single row
 
@@ -67,6 +70,20 @@ class Captured:
         if rows == 1 or self.aligned:
             return self.tried.get(rows)
         return self.allows(tensors)
+
+    @property
+    def settings_text(self) -> list[str]:
+        """The present values of its settings."""
+        return [f"{one.read}={one.text}" for one in self.settings]
+
+    def feed(self, copies: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        """Give the graph the present values of its settings, and `copies` of its constants on other devices too."""
+        for one in self.settings:
+            one.feed()
+        for held in copies if self.settings else ():
+            for name, constant in CONSTANTS[self.gm].items():
+                if held.get(name, constant) is not constant:
+                    held[name].copy_(constant)
 
     @cached_property
     def seldom(self) -> frozenset[str]:

@@ -16,12 +16,15 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.example import model_tensors, operands_of, other_batches
 from efftra_fx.left_out import may_leave_out
 from efftra_fx.plain_graph import WritesInputsError, WritesParametersError
+from efftra_fx.python_reads import Read
 from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
+from efftra_fx.settings import as_noted
 from efftra_fx.signature import Call, rows_of
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import capture, python_draws
+from efftra_fx.trace import capture, capture_with_settings, python_draws
 from efftra_fx.trace_check import check_capture, first_apart, is_the_model, on_few_or_all, use_found
+from efftra_fx.varying import Varying, named_state, specialise
 
 
 def capture_step(
@@ -153,6 +156,30 @@ def check_again(
     if alone is not None and not is_step(model, captured, alone, loss_fn):
         raise CaptureError(_OTHER_ALONE)
     return replace(captured, python=use)
+
+
+def step_with_settings(
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    small: Sequence[Tensor],
+    dims: tuple[int | None, ...],
+    loss_fn: LossFn | None,
+    reads: Sequence[Read],
+    trace: Varying | None = None,
+) -> Captured:
+    """Return a step that is given what is read in Python as tensors, captured now or from a trace for all sizes.
+
+    It was checked at the values that it had; those of now are left to `check_again`. Raises CaptureError where it is
+    not the model.
+    """
+    if trace is None:
+        captured = capture_with_settings(model, call, tensors, dims, loss_fn, reads)
+    else:
+        captured = specialise(trace, call, tensors, named_state(model, loss_fn))
+    with as_noted(reads), python_kept(model, loss_fn):
+        check_capture(model, captured, small if captured.known_for(small) else tensors, loss_fn)
+    return captured
 
 
 def is_step(model: nn.Module, captured: Captured, tensors: Sequence[Tensor], loss_fn: LossFn | None) -> bool:

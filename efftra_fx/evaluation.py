@@ -15,7 +15,7 @@ from efftra_fx.build import connections, tensor_group, used_buffers
 from efftra_fx.captured import Captured, surroundings_of
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_graph
-from efftra_fx.errors import CaptureError, InputError
+from efftra_fx.errors import CaptureError, EfftraError, InputError
 from efftra_fx.example import find_batch, model_tensors, other_batches, proof_inputs
 from efftra_fx.front_end import copy_graph
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
@@ -36,6 +36,7 @@ from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plain_graph import WritesParametersError
 from efftra_fx.plan import Plan
 from efftra_fx.program import Value, Wiring
+from efftra_fx.python_reads import Read
 from efftra_fx.python_state import python_kept
 from efftra_fx.python_use import PythonUse
 from efftra_fx.runtime.drawing import drawing
@@ -43,10 +44,11 @@ from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.parts import gather_parts
 from efftra_fx.runtime.step import Batch, BoundaryPart, StageWork, Tensors
 from efftra_fx.runtime.transport import Transport
+from efftra_fx.settings import as_noted
 from efftra_fx.signature import Call, difference, rows_of
-from efftra_fx.trace import capture, python_draws
+from efftra_fx.trace import capture, capture_with_settings, python_draws
 from efftra_fx.trace_check import check_output, first_apart, is_the_model, on_few_or_all, use_found
-from efftra_fx.varying import Traces, named_state, shapes_of, specialise
+from efftra_fx.varying import Traces, Varying, named_state, shapes_of, specialise
 from efftra_fx.world import Turns, World
 
 
@@ -186,7 +188,14 @@ class _Asked:
     ) -> Captured:
         """Return a checked graph, from a trace for all sizes where there is one."""
         met = [(form.captured, form.examples) for form in forms]
-        varying, problem = traces.find(self.model, self.call, self.whole, self.dims, None, met, want="output"), ""
+        reads = traces.settings(self.call, [captured for captured, _ in met])
+        find = partial(traces.find, self.model, self.call, self.whole, self.dims, None, met, "output")
+        for known in traces.ways(find(reads)) if reads else ():
+            try:
+                return self._with_settings(reads, known)
+            except EfftraError:
+                traces.let_go(known, reads)
+        varying, problem = find(), ""
         if varying is not None:
             try:
                 return self._checked(specialise(varying, self.call, self.whole, named_state(self.model, None)))
@@ -208,6 +217,16 @@ class _Asked:
         else:
             traces.join(self.call, captured, self.whole, met)
         return captured
+
+    def _with_settings(self, reads: Sequence[Read], trace: Varying | None) -> Captured:
+        """Return a graph that is given what is read in Python as tensors, right at the values that it had, too."""
+        if trace is None:
+            captured = capture_with_settings(self.model, self.call, self.whole, self.dims, None, reads, "output")
+        else:
+            captured = specialise(trace, self.call, self.whole, named_state(self.model, None))
+        with as_noted(reads):
+            check_output(self.model, captured, self.small if captured.known_for(self.small) else self.whole)
+        return self._checked(captured)
 
     def _is_for(self, captured: Captured) -> bool:
         """Say whether a graph is the output for other numbers of rows, where they matter, and for a row alone."""

@@ -218,5 +218,6 @@ def _note_places(graph: fx.Graph, step: Step) -> None:
             SOURCE[node] = users[-1] if users else loss
 
 
-def inputs_of(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "input"]
+def inputs_of(gm: fx.GraphModule, kind: str = "input") -> list[fx.Node]:
+    """Return the placeholders of a graph that stand for its inputs, or for those of another kind."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == kind]

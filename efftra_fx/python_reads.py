@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,13 +68,17 @@ def as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Read:
-    """A name that was read in Python, in words, with its value as it was and how to look it up; maybe a `module`'s."""
+    """A name that was read in Python, in words, with its value as it was and how to look it up; maybe a `module`'s.
+
+    `holder` has the value under that name: a dictionary, a cell of a function, or an object; None where a class has it.
+    """
 
     place: str
-    name: str
+    name: Any
     value: Any
     look: Callable[[], Any]
     module: nn.Module | None = None
+    holder: Any = None
 
     def __str__(self) -> str:
         return self.place
@@ -89,6 +93,20 @@ class Read:
         """Whether it has another value now."""
         held = self.look()
         return held is not self.value and not same(as_it_is(held), self.value)  # most are: numbers and words
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        """Tells where it lies: the same for two that read the same."""
+        return id(self.holder), self.name
+
+    def put(self, value: Any) -> None:
+        """Let it have another value; raises AttributeError or TypeError where its holder takes none."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        elif isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            setattr(self.holder, self.name, value)
 
     @property
     def by_forward(self) -> bool:
@@ -126,30 +144,30 @@ def variables_of(function: Any, whose: str = "the loss", depth: int = _DEPTH) ->
     code = _Named.of(function.__code__)
     known = function.__globals__
     outer = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    places: list[tuple[str, Any, Callable[[], Any]]] = [
-        *((name, _content(cell), partial(_content, cell)) for name, cell in outer.items()),
-        *((name, known.get(name, MISSING), partial(known.get, name)) for name in code.variables),
+    places: list[tuple[str, Any, Callable[[], Any], Any]] = [
+        *((name, _content(cell), partial(_content, cell), cell) for name, cell in outer.items()),
+        *((name, known.get(name, MISSING), partial(known.get, name), known) for name in code.variables),
     ]
     found = []
 
-    def note(place: str, name: str, value: Any, look: Callable[[], Any]) -> None:
+    def note(place: str, name: Any, value: Any, look: Callable[[], Any], holder: Any) -> None:
         if _counts(value, code):
-            found.append(Read(f"{place} of {whose}", name, as_it_is(value), look))
+            found.append(Read(f"{place} of {whose}", name, as_it_is(value), look, holder=holder))
 
-    for name, value, look in places:
+    for name, value, look, holder in places:
         if name not in code.written and not isinstance(value, dict):
-            note(f"variable '{name}'", name, value, look)
+            note(f"variable '{name}'", name, value, look, holder)
         if isinstance(value, FunctionType) and depth:
             found += variables_of(value, whose, depth - 1)
-    for name, value, _ in [*places, ("self", owner, None)]:
+    for name, value in [*((name, value) for name, value, *_ in places), ("self", owner)]:
         if isinstance(value, dict):
             for key in sorted(code.keys & value.keys(), key=repr) if not code.writes_items else ():
-                note(f"'{name}[{key!r}]'", name, value[key], partial(value.get, key))
+                note(f"'{name}[{key!r}]'", key, value[key], partial(value.get, key), value)
         elif _may_hold(value):
             own = getattr(value, "__dict__", None) or _slots(value)
             for attribute in sorted(code.attributes & own.keys() - code.written):
                 look = partial(getattr, value, attribute, MISSING)
-                note(f"'{name}.{attribute}'", attribute, own[attribute], look)
+                note(f"'{name}.{attribute}'", attribute, own[attribute], look, value)
             for attribute in sorted(code.attributes) if depth else ():
                 called = own.get(attribute) if isinstance(value, ModuleType) else _method(value, attribute)
                 if isinstance(called, FunctionType | MethodType):

@@ -95,7 +95,7 @@ class PythonState:
         for module, name in left:
             LEFT.setdefault(module, set()).add(name)
         reads = [
-            Read(_place(self.modules[m], n), n, value, _look(m, n), m)
+            Read(_place(self.modules[m], n), n, value, _look(m, n), m, vars(m) if n in vars(m) else None)
             for (m, n), value in noted.reads.items()
             if (m, n) in left or (m, n) not in places
         ]
@@ -270,7 +270,8 @@ class _Objects:
             self.noted.method(value.__func__)
         if isinstance(value, (*PLAIN, *_CONTAINERS, tuple, Tensor, SimpleNamespace)):
             if (id(owner), name) not in self.noted.of_objects:
-                read = Read(f"'{place}.{name}'", name, as_it_is(value), partial(getattr, owner, name, MISSING))
+                look = partial(getattr, owner, name, MISSING)
+                read = Read(f"'{place}.{name}'", name, as_it_is(value), look, holder=owner)
                 self.noted.of_objects[id(owner), name] = read
         self.watch(value, place, name)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from efftra_fx.python_reads import PLAIN, Read, Which, same
+from efftra_fx.settings import Setting, may_be_set
 
 _LONG_WORDS = 80
 _ENOUGH = 4  # values of an attribute that forward writes, after which its value is taken not to matter
@@ -29,7 +30,8 @@ class PythonUse:
     """What a forward read in Python, and the attributes that it wrote and the modules that it hooked, in words.
 
     `left` is what it leaves on modules, the same for any rows. `others` are uses of the same computation from
-    other values of what forward writes itself, and `met` the one that was met last.
+    other values of what forward writes itself, and `met` the one that was met last. `settings` are read, too, and
+    given to the graph.
     """
 
     reads: tuple[Read, ...] = ()
@@ -38,6 +40,7 @@ class PythonUse:
     left: Mapping[Place, Any] = field(default_factory=dict)
     others: list[PythonUse] = field(default_factory=list)
     met: list[PythonUse] = field(default_factory=list)
+    settings: tuple[Setting, ...] = ()
 
     @cached_property
     def _quick(self) -> tuple[tuple[Callable[[], Any], Any, Read], ...]:
@@ -52,7 +55,8 @@ class PythonUse:
             if look() is not exact and read.moved:
                 break
         else:
-            return None
+            unfit = next((str(one.read) for one in self.settings if not one.fits), None)
+            return None if unfit is None else f"{unfit} is another kind of value now than when it was captured"
         was, now = repr(read.value), repr(read.now)
         if was == now or max(len(was), len(now)) > _LONG_WORDS:
             return f"{read} is another one now than when it was captured"
@@ -66,7 +70,8 @@ class PythonUse:
         """
         cases = (self, *self.others)
         use = next((case for case in cases if case.moved() is None), None)
-        if use is None and any(all(read.by_forward for read in case.reads if read.moved) for case in cases):
+        given = all(one.fits for one in self.settings)
+        if use is None and given and any(all(one.by_forward for one in case.reads if one.moved) for case in cases):
             last = cases[-_ENOUGH:]
             if len(last) == _ENOUGH and all(_alike_left(case.left, last[0].left) for case in last):
                 use = last[-1]
@@ -79,11 +84,23 @@ class PythonUse:
     def steady(self) -> PythonUse:
         """Return this without what is another now, though modules are as they were: forward writes it elsewhere."""
         loose = {str(read) for read in self.reads if read.moved}
-        return self._without(loose) if loose else self
+        return self._without(lambda read: str(read) in loose) if loose else self
 
-    def _without(self, places: set[str]) -> PythonUse:
-        reads = tuple(read for read in self.reads if str(read) not in places)
-        return replace(self, reads=reads, others=[other._without(places) for other in self.others])
+    def fed(self, settings: tuple[Setting, ...]) -> PythonUse:
+        """Return this with some of what is read given to the graph."""
+        keys = {one.read.key for one in settings}
+        return replace(self._without(lambda read: read.key in keys), settings=settings) if settings else self
+
+    def settings_of_now(self) -> tuple[Read, ...]:
+        """Return what a graph must be given to be right for the present values, too; none where that cannot be."""
+        moved = tuple(read for read in self.reads if read.moved)
+        if not all(map(may_be_set, moved)) or not all(one.fits for one in self.settings):
+            return ()
+        return (*(one.read for one in self.settings), *moved)
+
+    def _without(self, left_out: Callable[[Read], bool]) -> PythonUse:
+        reads = tuple(read for read in self.reads if not left_out(read))
+        return replace(self, reads=reads, others=[other._without(left_out) for other in self.others])
 
     def leave(self) -> None:
         """Put on modules what a forward would have left there."""

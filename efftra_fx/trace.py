@@ -33,9 +33,12 @@ from efftra_fx.captured import Captured, flags_of
 from efftra_fx.chance import EXTREMES, NoChance
 from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.held_buffers import HeldBuffers, same_bits
+from efftra_fx.meta import CONSTANTS, ROLE
 from efftra_fx.places import line_of_error
-from efftra_fx.plain_graph import WritesParametersError, writes_parameter
+from efftra_fx.plain_graph import WritesParametersError, inputs_of, writes_parameter
+from efftra_fx.python_reads import Read
 from efftra_fx.python_state import python_kept
+from efftra_fx.settings import stood_in
 from efftra_fx.signature import Call, distinct, rows_of, take_rows
 from efftra_fx.step_module import LossFn, Step, loss_of
 from efftra_fx.trace_attempt import Attempt, Watches, within
@@ -87,6 +90,34 @@ def capture(
         return capture(
             model, call, tensors, dims, want=want, whole_model=str(error), undivided=undivided, drawing=drawing
         )
+
+
+def capture_with_settings(
+    model: nn.Module,
+    call: Call,
+    tensors: Sequence[Tensor],
+    batch_leaves: Sequence[int | None],
+    loss_fn: LossFn | None,
+    reads: Sequence[Read],
+    want: str = "loss",
+    moving: Sequence[Sequence[int]] = (),
+) -> Captured:
+    """Capture a step, or an output, with what is read in Python as tensors that may be given other values.
+
+    Raises CaptureError where that cannot be: where Python asks for such a value, or needs a number.
+    """
+    dims = tuple(batch_leaves)
+    with stood_in(reads) as settings:
+        attempt = Attempt(model, call, distinct(tensors), dims, loss_fn, want, flags=flags_of(model), moving=moving)
+        attempt.settings = settings
+        captured = attempt.capture()
+    taken = {id(CONSTANTS[captured.gm][ROLE[n].name]) for n in inputs_of(captured.gm, "constant") if n.users}
+    lost = next((one for one in settings if not all(id(tensor) in taken for tensor in one.tensors)), None)
+    if lost is not None:
+        raise CaptureError(f"the graph does not take {lost.read}")
+    if not captured.symbolic:
+        raise CaptureError("the model fixes the number of rows")
+    return captured
 
 
 def _captured(attempt: Attempt) -> Captured:

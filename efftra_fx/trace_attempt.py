@@ -38,6 +38,7 @@ from efftra_fx.capture_refused import own_chance_refused
 from efftra_fx.captured import Captured
 from efftra_fx.plain_graph import inputs_of, plain_graph
 from efftra_fx.python_state import python_kept
+from efftra_fx.settings import Setting
 from efftra_fx.signature import Call, rows_of, rows_round, take_rows
 from efftra_fx.step_module import LossFn, OutputTree, Replay, Step, loss_alone
 
@@ -64,6 +65,7 @@ class Attempt:
     moving: Sequence[Sequence[int]] = ()
     undivided: bool = False
     drawing: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
     first: list[None] = field(default_factory=list)  # not empty where the model's loss begins a tuple
 
     def capture(self) -> Captured:
@@ -74,6 +76,7 @@ class Attempt:
         step.training = self.model.training
         step.answers, step.note_guards, step.call_loss = self.answers, guards.append, self.whole_loss
         step.note_first = self.note_first
+        step.settings = self.settings
         exported = self.exported(step, self.tensors, self.batch_leaves, self.moving)
         asked = guards[-1] if guards else []
         gm, found = plain_graph(exported, step, asked)
@@ -101,6 +104,7 @@ class Attempt:
             most_rows=2 * rows_of(self.tensors, self.batch_leaves) if opaque and not self.undivided else 0,
             aligned=aligned,
             assumed=tuple(filter(None, [assumed_of(inputs_of(gm))])),
+            settings=self.settings,
         )
 
     @property

@@ -222,7 +222,7 @@ def check_capture(model: nn.Module, captured: Captured, inputs: Sequence[Tensor]
         record = EagerRecord()
         eager.step(record)
         raise _explained(eager, difference, record)
-    return use
+    return use.fed(captured.settings)
 
 
 @contextmanager
@@ -368,7 +368,7 @@ def check_output(
             record = EagerRecord()
             eager.output(record)
             raise _explained(eager, difference, record)
-    return use
+    return use.fed(captured.settings)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
@@ -376,6 +376,7 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _eager(model: nn.Module, captured: Captured, inputs: Sequence[Tensor], loss_fn: LossFn | None) -> _Eager:
+    captured.feed()
     modules = [("", model)] + ([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])
     parameters = {prefix + n: p for prefix, m in modules for n, p in m.named_parameters()}
     buffers = {prefix + n: b for prefix, m in modules for n, b in m.named_buffers()}

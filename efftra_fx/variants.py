@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 from torch import Tensor, nn
 
 from efftra_fx.build import Built, place
-from efftra_fx.captured import flags_of
-from efftra_fx.captured_step import is_step, python_holds
+from efftra_fx.captured import Captured, flags_of
+from efftra_fx.captured_step import is_step, python_holds, step_with_settings
 from efftra_fx.compiler import Front, Options, Report, back_end
 from efftra_fx.errors import CaptureError, EfftraError, InputError, PlanError
 from efftra_fx.example import find_batch, proof_inputs
@@ -134,13 +135,20 @@ def capture_again(
     met = [_met(form.front) for form in forms]
     try:
         rows, leaves = find_batch(call, tensors, options.batch_dims)
-        varying, problem = None, ""
-        if not options.loss_as_it_is:
-            varying = traces.find(model, call, tensors, leaves, options.loss_fn, met)
-        if varying is not None:
-            sizes = proof_inputs(tensors, leaves, rows) if rows == 1 else tensors
+        reads = traces.settings(call, [captured for captured, _ in met]) if not options.loss_as_it_is else ()
+        small = proof_inputs(tensors, leaves, rows)
+        whole = small if rows == 1 else tensors
+        find = partial(traces.find, model, call, tensors, leaves, options.loss_fn, met)
+        for trace in traces.ways(find(reads=reads)) if reads else ():
             try:
-                captured = specialise(varying, call, sizes, named_state(model, options.loss_fn))
+                given = step_with_settings(model, call, whole, small, leaves, options.loss_fn, reads, trace)
+                return front_end(model, call, tensors, options, Report(kept=False), given)
+            except EfftraError:
+                traces.let_go(trace, reads)
+        varying, problem = find() if not options.loss_as_it_is else None, ""
+        if varying is not None:
+            try:
+                captured = specialise(varying, call, whole, named_state(model, options.loss_fn))
                 return front_end(model, call, tensors, options, Report(kept=False), captured)
             except CaptureError as error:
                 problem = str(error)
@@ -255,11 +263,13 @@ def _misplaced(front: Front, owners: Mapping[str, tuple[int, ...]], block: int, 
     return f"'{block_names(front.gm)[block]}' computes in one piece with {with_what}{why}"
 
 
-def note_of_many(count: int, seconds: float) -> str:
-    """Say what ever new forms of batch cost."""
+def note_of_many(count: int, seconds: float, reason: str = "") -> str:
+    """Say what ever new forms of batch cost, the last of them for a `reason`."""
+    last = f", the last since {reason}" if reason else ""
     return (
-        f"{count} forms of batch have been met, and capturing them took {seconds:.0f} s; each new length costs as "
-        "much again, so pad batches to few lengths (multiples of 8 or 32, say)"
+        f"{count} forms of batch have been met, and capturing them took {seconds:.0f} s{last}; each new length, and "
+        "each new value that Python asks for, costs as much again: pad batches to few lengths (multiples of 8 or 32, "
+        "say), and compute with such a value by tensor operations alone"
     )
 
 
@@ -268,6 +278,11 @@ def describe_batch(call: Call, tensors: Sequence[Tensor]) -> str:
     leaves = iter(tensors)
     parts = [f"{leaf.name} {describe(next(leaves)) if leaf.tensor else repr(leaf.constant)}" for leaf in call.leaves]
     return ", ".join(parts)
+
+
+def with_settings(described: str, captured: Captured | None) -> str:
+    """Return the text of a batch with the present values of what a graph is given beside it."""
+    return ", ".join([described, *(captured.settings_text if captured is not None else ())])
 
 
 def sample_numbers(call: Call, tensors: Sequence[Tensor]) -> dict[str, str]:

@@ -29,9 +29,10 @@ from efftra_fx.errors import CaptureError, EfftraError
 from efftra_fx.meta import CONSTANTS, OUTPUTS, PATH, ROLE, SOURCE
 from efftra_fx.private import shapes_in_python, size_expression
 from efftra_fx.put_in import Sizes, like
+from efftra_fx.python_reads import Read
 from efftra_fx.signature import Call, difference
 from efftra_fx.step_module import LossFn
-from efftra_fx.trace import capture
+from efftra_fx.trace import capture, capture_with_settings
 
 Moving = tuple[tuple[int, ...], ...]
 
@@ -44,10 +45,16 @@ class Varying:
     moving: Moving
     example: tuple[Tensor, ...]
 
-    def fits(self, call: Call, tensors: Sequence[Tensor], flags: tuple[Any, ...]) -> bool:
-        """Say whether a batch differs from the example in rows and these dimensions alone, and the trace allows it."""
+    def fits(self, call: Call, tensors: Sequence[Tensor], flags: tuple[Any, ...], reads: Sequence[Read] = ()) -> bool:
+        """Say whether a batch differs from the example in rows and these dimensions alone, and the trace allows it.
+
+        It must be given what is read as `reads`, too.
+        """
+        settings = self.captured.settings
         return (
             self.captured.flags == flags
+            and {read.key for read in reads} <= {one.read.key for one in settings}
+            and all(one.fits for one in settings)
             and difference(self.captured.call, call) is None
             and moving_dims(self.example, tensors, self.captured.batch_leaves, self.moving) is not None
             and self.captured.allows(tensors)
@@ -87,6 +94,8 @@ class Traces:
     fixed: dict[Moving, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     refused: Counter[Moving] = field(default_factory=Counter)
+    unset: list[tuple[Read, ...]] = field(default_factory=list)  # what could not be given to a graph
+    fixed_set: dict[Moving, str] = field(default_factory=dict)  # as `fixed`, for traces that are given what is read
 
     def find(
         self,
@@ -97,23 +106,50 @@ class Traces:
         loss_fn: LossFn | None,
         forms: Sequence[Form],
         want: str = "loss",
+        reads: tuple[Read, ...] = (),
     ) -> Varying | None:
-        """Return a trace that a batch can be put into; one is made where a known form differs in sizes alone."""
+        """Return a trace that a batch can be put into; one is made where a known form differs in sizes alone.
+
+        It is given what is read as `reads`.
+        """
         flags = flags_of(model)
         for varying in self.known:
-            if varying.fits(call, tensors, flags):
+            if varying.fits(call, tensors, flags, reads):
                 return varying
         moving = _moving_among(call, tensors, flags, forms)
         rows = next(t.shape[d] for t, d in zip(tensors, batch_leaves, strict=True) if d is not None)
-        if moving is None or moving in self.fixed or rows < _LEAST_ROWS:
+        known = self.fixed if not reads else self.fixed_set
+        if moving is None or moving in known or rows < _LEAST_ROWS:
             return None
-        found = capture_varying(model, call, tensors, batch_leaves, moving, loss_fn, want)
+        found = capture_varying(model, call, tensors, batch_leaves, moving, loss_fn, want, reads)
         if isinstance(found, Varying):
             self.known.append(found)
             del self.known[:-_MOST_TRACES]
             return found if found.captured.allows(tensors) else None
-        self.fixed[moving] = found
+        known[moving] = found
         return None
+
+    def settings(self, call: Call, forms: Sequence[Captured]) -> tuple[Read, ...]:
+        """Return what a graph would have to be given to be right at the present values; none where nothing is known.
+
+        That is where a form, the latest first, is for other values alone, and it was not tried before in vain.
+        """
+        vain = [{read.key for read in reads} for reads in self.unset]
+        for captured in reversed(forms):
+            reads = captured.python.settings_of_now() if difference(captured.call, call) is None else ()
+            if reads and {read.key for read in reads} not in vain:
+                return reads
+        return ()
+
+    def ways(self, varying: Varying | None) -> tuple[Varying | None, ...]:
+        """Return how a form can be had: from a trace, if there is one, and without."""
+        return (varying, None) if varying is not None else (None,)
+
+    def let_go(self, varying: Varying | None, reads: tuple[Read, ...]) -> None:
+        """Let go of a trace that is not the model with what is read given to it; or of giving it, with no trace."""
+        if varying is None:
+            self.unset.append(reads)
+        self.known = [one for one in self.known if one is not varying]
 
     def refuse(self, varying: Varying, note: str) -> None:
         """Let go of a trace that was not the model at some sizes; what is refused again and again is not made anew."""
@@ -205,14 +241,21 @@ def capture_varying(
     moving: Moving,
     loss_fn: LossFn | None,
     want: str = "loss",
+    reads: Sequence[Read] = (),
 ) -> Varying | str:
-    """Capture a step with the moving dimensions as symbols; return why not where the model fixes them."""
+    """Capture a step with the moving dimensions as symbols; return why not where the model fixes them.
+
+    The step is given what is read in Python as `reads`.
+    """
     used = {size for t, dims in zip(tensors, moving, strict=True) for size in (t.shape[d] for d in dims)}
     example = _other_rows(tensors, batch_leaves, used)
     if example is None:
         return "the batch has too few rows to tell rows from lengths"
     try:
-        captured = capture(model, call, example, batch_leaves, loss_fn, want, moving=moving)
+        if reads:
+            captured = capture_with_settings(model, call, example, batch_leaves, loss_fn, reads, want, moving)
+        else:
+            captured = capture(model, call, example, batch_leaves, loss_fn, want, moving=moving)
     except EfftraError as error:
         return str(error)
     if captured.opaque or captured.whole_loss or (captured.guards is not None and captured.guards.lines):

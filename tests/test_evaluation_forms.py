@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -111,15 +111,37 @@ def test_numbers_in_the_output_are_those_of_each_batch() -> None:
     holds_for(net, program_of(net), (6, 5), (4, 7), (6, 3), (1, 9), (6, 1), (3, 3))
 
 
-def test_a_number_that_was_set_since_the_trace_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("scale", "told"), [(3.0, 0), (3, 1)])  # an integer is of another kind than what it was
+def test_a_number_that_was_set_since_the_trace_is_seen(
+    scale: float, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    net = Plain().double()
+    program = program_of(net)
+    holds_for(net, program, (6, 5), (4, 7))
+    net.scale = scale
+    holds_for(net, program, (6, 3), (6, 4), (6, 6), (6, 8))
+    said = capsys.readouterr().err
+    assert said.count("this batch to evaluate is captured apart, since in the trace for all sizes output 0") == told
+
+
+def test_numbers_that_are_set_at_other_lengths_take_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = Plain().double()
     program = program_of(net)
     holds_for(net, program, (6, 5), (4, 7))
     net.scale = 3.0
-    holds_for(net, program, (6, 3), (6, 4), (6, 6), (6, 8))
-    told = capsys.readouterr().err
-    assert told.count("this batch to evaluate is captured apart, since in the trace for all sizes output 0") == 1
+    holds_for(net, program, (6, 3))
+    monkeypatch.setattr(efftra_fx.varying, "capture_with_settings", _no_capture)
+    monkeypatch.setattr(efftra_fx.evaluation, "capture_with_settings", _no_capture)
+    monkeypatch.setattr(efftra_fx.evaluation, "capture", _no_capture)
+    for scale, *sizes in ((2.0, 4, 6), (1.5, 6, 8), (0.5, 5, 3)):
+        net.scale = scale
+        holds_for(net, program, (sizes[0], sizes[1]))
+
+
+def _no_capture(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("captured again")
 
 
 def test_many_forms_are_told_once_and_more_than_are_kept_are_let_go(
