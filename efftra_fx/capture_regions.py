@@ -35,7 +35,11 @@ def _inline(gm: fx.GraphModule) -> None:
         for user in list(node.users):
             assert user.target is operator.getitem, "a region's results are taken one by one"
             value = values[user.args[1]]
-            user.target, user.args = torch.ops.aten.alias.default, (value,)  # keeps the name that outputs go by
+            if isinstance(user.meta.get("val"), Tensor):
+                user.target, user.args = torch.ops.aten.alias.default, (value,)  # keeps the name that outputs go by
+            else:  # a size
+                user.replace_all_uses_with(value)
+                gm.graph.erase_node(user)
         gm.graph.erase_node(node)
         if not body.users:
             gm.graph.erase_node(body)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import (
     _collect_all_valid_cia_ops_for_aten_namespace,
@@ -130,6 +131,23 @@ def hook_numbers(model: torch.nn.Module) -> tuple[int, ...]:
             for others in (module._backward_hooks, module._backward_pre_hooks):
                 numbers += others
     return tuple(numbers)
+
+
+@contextmanager
+def checkpoints_without_hooks() -> Iterator[None]:
+    """While this lasts, checkpoints that are not reentrant save what any other code saves, in their forward context."""
+    name = "_checkpoint_without_reentrant_generator"
+    before = getattr(torch.utils.checkpoint, name)
+
+    def plain(function: Any, preserve_rng_state: bool, context_fn: Callable[[], Any], *_: Any, **__: Any) -> Any:
+        with context_fn()[0]:
+            yield
+
+    setattr(torch.utils.checkpoint, name, plain)
+    try:
+        yield
+    finally:
+        setattr(torch.utils.checkpoint, name, before)
 
 
 def shapes_in_python() -> AbstractContextManager[None]:

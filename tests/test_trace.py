@@ -170,3 +170,17 @@ def test_capture_leaves_modes_buffers_gradients_and_random_state() -> None:
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def _flat(m: Any, h: Tensor) -> Tensor:
+    h = h.unflatten(1, (3, 2))
+    with torch.no_grad():
+        rows, means = h.shape[0] * h.shape[1], h.mean(2).flatten()
+    out: Tensor = (h.reshape(rows, 2) * means[:, None]).view(h.shape[0], -1)
+    return out
+
+
+def test_a_size_that_is_computed_without_gradients_is_a_size() -> None:
+    torch.manual_seed(0)
+    habit = plain(_flat)
+    assert_same(step(compiled(habit), habit), one_device(habit), 1e-9)
