@@ -26,7 +26,6 @@ from efftra_fx.places import decides_an_error, line_of_caller
 from efftra_fx.walks import ancestors
 
 _METHODS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-_NUMPY = ("numpy", "__array__")  # which a tracer leaves to those that call them
 Ask = Callable[[Any, str, bool, Callable[[], Any]], Any]
 
 
@@ -113,18 +112,18 @@ class Answers:
 
 
 @contextmanager
-def no_questions(unknown: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Raise AsksValuesError at the first question for a value; constants have one, unless they are `unknown`."""
+def no_questions() -> Iterator[None]:
+    """Raise AsksValuesError at the first question for a value."""
 
     def ask(value: Any, line: str, stops: bool, proceed: Callable[[], Any]) -> Any:
-        if not isinstance(value, FakeTensor) and not any(value is one for one in unknown):
-            return proceed()
+        if not isinstance(value, FakeTensor):
+            return proceed()  # a constant
         raise AsksValuesError(
             f"the model cannot be captured as a graph: it branches on, or takes a size from, the value of a tensor "
             f"at {line}; replace the branch by torch.where, or move it out of forward"
         )
 
-    with asking(ask, (*_METHODS, *(_NUMPY if unknown else ()))):
+    with asking(ask):
         yield
 
 
@@ -147,10 +146,10 @@ class AsksValuesError(NotCapturedError):
 
 
 @contextmanager
-def asking(ask: Ask, methods: Sequence[str] = _METHODS) -> Iterator[None]:
+def asking(ask: Ask) -> Iterator[None]:
     """Hand every question for a tensor's value to `ask(tensor, line, stops, proceed)`, also those of torch's Python."""
     with ExitStack() as stack:
-        for name in methods:
+        for name in _METHODS:
             stack.enter_context(_replaced(Tensor, name, _method(getattr(Tensor, name), ask)))
         stack.enter_context(_replaced(FakeTensor, "tolist", _method(FakeTensor.tolist, ask)))  # it has one of its own
         for name, value in (("equal", _equal), ("allclose", _all_close), ("is_nonzero", lambda a: a != 0)):

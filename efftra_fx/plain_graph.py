@@ -39,8 +39,9 @@ def plain_graph(exported: Exported, step: Step, asked: Sequence[Asked]) -> tuple
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     first: dict[tuple[str, str], fx.Node] = {}
     leaf_names = iter(step.call_structure.tensor_names)
+    given = iter([tensor for one in step.settings for tensor in one.tensors])
     for node, (kind, target) in zip(placeholders, exported.placeholders, strict=True):
-        role = _role(kind, target, names, leaf_names, exported, constants)
+        role = _role(kind, target, names, leaf_names, exported, constants) or _given(next(given), constants)
         if role.kind != "input" and (role.kind, role.name) in first:
             node.replace_all_uses_with(first[role.kind, role.name])
             gm.graph.erase_node(node)
@@ -186,17 +187,26 @@ def _role(
     leaf_names: Iterator[str],
     exported: Exported,
     constants: dict[str, Tensor],
-) -> Role:
+) -> Role | None:
+    """Return what a placeholder stands for; None for what comes after the call's own tensors."""
     if kind is InputKind.PARAMETER:
         return Role("parameter", names[target], target in exported.trained)
     if kind is InputKind.BUFFER:
         return Role("buffer", names[target])
     if kind is InputKind.USER_INPUT:
-        return Role("input", next(leaf_names))
+        name = next(leaf_names, None)
+        return None if name is None else Role("input", name)
     if kind is InputKind.CONSTANT_TENSOR:
         constants[target] = exported.constants[target]
         return Role("constant", target)
     raise CaptureError(f"the model holds a {kind.name.lower()} '{target}', which has no place in a graph of tensors")
+
+
+def _given(tensor: Tensor, constants: dict[str, Tensor]) -> Role:
+    """Return the role of a tensor that stands for what is read in Python."""
+    name = f"setting_{len(constants)}"
+    constants[name] = tensor
+    return Role("constant", name)
 
 
 def _note_places(graph: fx.Graph, step: Step) -> None:

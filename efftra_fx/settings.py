@@ -9,7 +9,7 @@ asks for the value (a branch, a rounded number, `dropout(p=...)`), the step is c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from types import SimpleNamespace
@@ -33,25 +33,20 @@ _FLOAT = _Form("a number")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is read in Python, the value that stands for it while a graph is captured, and the tensors in that.
+    """What is read in Python, and the tensors that a graph takes in its place; `kind` is what values must be alike in.
 
-    `kind` is what a value must be alike in; a list or dictionary of numbers has a tensor for each.
+    A list or dictionary of numbers has a tensor for each.
     """
 
     read: Read
     kind: Any
-    stand_in: Any
     tensors: tuple[Tensor, ...]
-    numbers: tuple[Tensor, ...]  # those of them that stand for numbers of Python
 
     @classmethod
     def of(cls, read: Read) -> Setting:
-        """Make the stand-in of the present value."""
+        """Make one of the present value."""
         value = read.look()
-        leaves = _leaves(value)
-        tensors = tuple(map(_tensor, leaves))
-        numbers = tuple(t for t, leaf in zip(tensors, leaves, strict=True) if isinstance(leaf, float))
-        return cls(read, kind_of(as_it_is(value)), _put_together(value, iter(tensors)), tensors, numbers)
+        return cls(read, kind_of(as_it_is(value)), tuple(map(_tensor, _leaves(value))))
 
     @property
     def fits(self) -> bool:
@@ -79,9 +74,9 @@ class NumbersOfPython(TorchFunctionMode):
     or where it meets less than single precision, in which Python's numbers are not rounded first.
     """
 
-    def __init__(self, settings: Sequence[Setting]) -> None:
+    def __init__(self, numbers: Iterable[Tensor]) -> None:
         super().__init__()
-        self.numbers = [tensor for one in settings for tensor in one.numbers]
+        self.numbers = list(numbers)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -136,17 +131,19 @@ def may_be_set(read: Read) -> bool:
 
 
 @contextmanager
-def stood_in(reads: Iterable[Read]) -> Iterator[tuple[Setting, ...]]:
-    """While this lasts, have tensors in the places of what is read; raises CaptureError where a place takes none."""
-    settings = tuple(Setting.of(read) for read in {read.key: read for read in reads}.values())
-    before = [(one.read, one.read.look()) for one in settings]
+def stood_in(settings: Sequence[Setting], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While this lasts, have these tensors in the places of what is read; raises CaptureError where one takes none."""
+    before, source, numbers = [(one.read, one.read.look()) for one in settings], iter(tensors), list[Tensor]()
     try:
-        for one in settings:
+        for read, value in before:
+            given = [next(source) for _ in _leaves(value)]
+            numbers += [t for t, leaf in zip(given, _leaves(value), strict=True) if isinstance(leaf, float)]
             try:
-                one.read.put(one.stand_in)
+                read.put(_put_together(value, iter(given)))
             except (AttributeError, TypeError) as error:  # a frozen object
-                raise CaptureError(f"{one.read} cannot be set: {error}") from error
-        yield settings
+                raise CaptureError(f"{read} cannot be set: {error}") from error
+        with NumbersOfPython(numbers) if numbers else nullcontext():
+            yield
     finally:
         for read, value in before:
             with suppress(AttributeError, TypeError):  # it took no other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from efftra_fx.containers import Tree, take_apart
 from efftra_fx.errors import LossError
 from efftra_fx.held_buffers import assignments_written_back
 from efftra_fx.meta import CONSTANTS, OUTPUTS, ROLE
-from efftra_fx.settings import NumbersOfPython, Setting
+from efftra_fx.settings import Setting, stood_in
 from efftra_fx.signature import Call
 
 LossFn = Callable[..., Any]
@@ -49,17 +49,17 @@ class Step(nn.Module):
         self.want = want
         self.note_tree = note_tree  # a tracer takes back what forward writes on modules, so it is told outside
         self.answers: Answers | None = None
-        self.settings: tuple[Setting, ...] = ()  # what stands for values that must not be asked for
+        self.settings: tuple[Setting, ...] = ()  # whose tensors come after those of the call
         self.note_guards: Callable[[list[Asked]], None] = lambda guards: None
         self.note_first: Callable[[], None] = lambda: None  # that a tuple's first element is the loss
         self.call_loss: LossFn | None = None  # in place of the loss function itself
 
     def forward(self, tensors: list[Tensor]) -> Any:
         if self.answers is None:
-            unknown = [tensor for one in self.settings for tensor in one.tensors]
-            numbers = NumbersOfPython(self.settings) if self.settings else nullcontext()
-            with no_questions(unknown), assignments_written_back(*self.owners), numbers:
-                return self.result(tensors)
+            count = len(tensors) - sum(len(one.tensors) for one in self.settings)
+            given = stood_in(self.settings, tensors[count:])
+            with no_questions(), assignments_written_back(*self.owners), given:
+                return self.result(tensors[:count])
         guards: list[Asked] = []
         with self.answers.replaying(guards), assignments_written_back(*self.owners):
             result = self.result(tensors)

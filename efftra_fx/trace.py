@@ -38,7 +38,7 @@ from efftra_fx.places import line_of_error
 from efftra_fx.plain_graph import WritesParametersError, inputs_of, writes_parameter
 from efftra_fx.python_reads import Read
 from efftra_fx.python_state import python_kept
-from efftra_fx.settings import stood_in
+from efftra_fx.settings import Setting
 from efftra_fx.signature import Call, distinct, rows_of, take_rows
 from efftra_fx.step_module import LossFn, Step, loss_of
 from efftra_fx.trace_attempt import Attempt, Watches, within
@@ -107,12 +107,13 @@ def capture_with_settings(
     Raises CaptureError where that cannot be: where Python asks for such a value, or needs a number.
     """
     dims = tuple(batch_leaves)
-    with stood_in(reads) as settings:
-        attempt = Attempt(model, call, distinct(tensors), dims, loss_fn, want, flags=flags_of(model), moving=moving)
-        attempt.settings = settings
-        captured = attempt.capture()
+    attempt = Attempt(model, call, distinct(tensors), dims, loss_fn, want, flags=flags_of(model), moving=moving)
+    attempt.settings = tuple(Setting.of(read) for read in {read.key: read for read in reads}.values())
+    captured = attempt.capture()
+    if any(isinstance(node.meta.get("val"), torch.SymFloat | torch.SymBool) for node in captured.gm.graph.nodes):
+        raise CaptureError("an operator needs a number")
     taken = {id(CONSTANTS[captured.gm][ROLE[n].name]) for n in inputs_of(captured.gm, "constant") if n.users}
-    lost = next((one for one in settings if not all(id(tensor) in taken for tensor in one.tensors)), None)
+    lost = next((one for one in attempt.settings if not all(id(tensor) in taken for tensor in one.tensors)), None)
     if lost is not None:
         raise CaptureError(f"the graph does not take {lost.read}")
     if not captured.symbolic:

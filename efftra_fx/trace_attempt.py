@@ -148,7 +148,10 @@ class Attempt:
             stack.enter_context(seeded_from_torch(self.model, self.seeded))
             if self.watches is not None:
                 stack.enter_context(modules_kept_whole(kept, *self.watches, undivided=self.undivided))
-            return export_step(step, tensors, batch_leaves, moving)
+            more = [tensor for one in self.settings for tensor in one.tensors]
+            none = [None] * len(more)
+            moves = (*moving, *(() for _ in more)) if moving else ()
+            return export_step(step, (*tensors, *more), (*batch_leaves, *none), moves)
 
     def aligned(
         self, step: Step, gm: fx.GraphModule, found: Guards | None, asked: list[list[Asked]]

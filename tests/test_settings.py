@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from efftra_fx import Cluster, CompiledModel, compile
 from efftra_fx.errors import InputError
 from efftra_fx.python_reads import Read, as_it_is
-from efftra_fx.settings import kind_of, may_be_set, stood_in
+from efftra_fx.settings import Setting, may_be_set, stood_in
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 BETA = 0.25
@@ -87,6 +87,8 @@ ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "by a filled tensor": lambda m, h: h * torch.full((8,), m.t, dtype=torch.float64),
     "by its kind": lambda m, h: h * m.t if isinstance(m.t, float) else h,
     "by a tensor of it": lambda m, h: h * torch.tensor(m.t),
+    "by a bound that is not met": lambda m, h: h * m.t + F.threshold(h, 50 * m.t, 0.0),
+    "by an interpolation": lambda m, h: h * m.t + numpy.interp(m.t, [0.0, 1.0], [0.5, 2.0]),
 }
 SCHEDULE = (0.25, 0.5, 0.75, 0.9, 0.3, 1.0)
 
@@ -261,9 +263,10 @@ def test_only_numbers_and_tensors_that_can_be_reached_are_given() -> None:
         assert not may_be_set(read(before, now))
     assert may_be_set(read([1.0, 2], [0.5, 2])) and not may_be_set(read([1.0, 2], [0.5, 3]))
     place = read({"a": 1.0}, {"a": 2.0})
-    with stood_in([place]) as (setting,):
-        assert place.look()["a"] is setting.tensors[0] and setting.kind == kind_of(as_it_is({"a": 5.0}))
-    assert place.look() == {"a": 2.0} and setting.fits
+    setting, tensor = Setting.of(place), torch.tensor(7.0)
+    with stood_in([setting], [tensor]):
+        assert place.look()["a"] is tensor
+    assert place.look() == {"a": 2.0} and float(setting.tensors[0]) == 2.0 and setting.fits
     place.holder["t"] = {"a": 3.0}
     setting.feed()
     assert float(setting.tensors[0]) == 3.0
