@@ -19,8 +19,8 @@ from .shard_axes import operands
 from .shard_candidates import Candidates, Place, is_item, place_of
 from .shard_choice import Choice
 from .shard_cuts import WHOLE, Placement
+from .shard_local import localise
 from .shard_parts import DRAWING_PARTS
-from .shard_rules import localise
 
 
 def rewrite(gm: fx.GraphModule, found: Candidates, choice: Choice, rank: int, whole: bool = True) -> fx.GraphModule:
