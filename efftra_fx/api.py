@@ -19,16 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from efftra_fx.alike import agree_on_state, same_capture, same_evaluation, same_start
+from efftra_fx.alike import agree_on_state, same_capture, same_start
 from efftra_fx.build import (
     Built,
     agreed_plan,
-    check_meetings,
-    connections,
     make_bar,
     measured_chain,
     place,
-    stage_times,
 )
 from efftra_fx.calls import every_rank
 from efftra_fx.captured import Captured
@@ -46,9 +43,9 @@ from efftra_fx.cost import CostTable
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_dot, print_graph, write_dumps
 from efftra_fx.errors import EfftraError, InputError
-from efftra_fx.evaluation import Evaluation, compile_evaluation, rows_of_batch, run_evaluation
+from efftra_fx.evaluation import Evaluation, rows_of_batch, run_evaluation
 from efftra_fx.evaluation_forms import EvaluationForms
-from efftra_fx.front_end import check_inputs, check_parts, front_end
+from efftra_fx.front_end import check_inputs, front_end
 from efftra_fx.heap import keep_freed_memory
 from efftra_fx.hooks import call_after_accumulation, hooked
 from efftra_fx.joint_updates import note_parts
@@ -61,13 +58,11 @@ from efftra_fx.passes.lower import lower
 from efftra_fx.passes.measure import measure_nodes
 from efftra_fx.passes.pipeline import run_passes
 from efftra_fx.passes.reduction import Weight
-from efftra_fx.passes.verify import verify_programs
 from efftra_fx.plan import Plan
 from efftra_fx.program import RankProgram, Wiring
 from efftra_fx.program_text import print_programs
 from efftra_fx.replicas import ReplicaWatch, same_replicas
 from efftra_fx.request import check_optimizer, check_subjects, read_examples, read_options
-from efftra_fx.runtime.executor import Executor
 from efftra_fx.runtime.step import Batch, StepResult
 from efftra_fx.runtime.transport import Transport
 from efftra_fx.scaling import scale_of, share_overflow
@@ -86,26 +81,19 @@ from efftra_fx.state import (
     whole_name,
     whole_state,
 )
+from efftra_fx.step_forms import StepForms
 from efftra_fx.step_module import LossFn
 from efftra_fx.turns import begin_turns, take_turn
 from efftra_fx.variants import (
-    MANY_VARIANTS,
-    MOST_DESCRIBED,
-    MOST_VARIANTS,
     NotCaptured,
     agree_on_batch,
-    capture_again,
-    choose,
     describe_batch,
     given_batch,
-    lay_out,
-    note_of_many,
     refuse_different_batches,
     refuse_replaced,
     sample_numbers,
     with_settings,
 )
-from efftra_fx.varying import Traces
 from efftra_fx.world import Turns, World
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -217,13 +205,8 @@ class CompiledModel(NotAModule):
         self.optimizer: torch.optim.Optimizer | None = None
         self.report = Report()
         self.progress = progress
-        self._built: Built | None = None
+        self._steps: StepForms | None = None
         self._known_parameters: tuple[Built, dict[str, nn.Parameter]] | None = None
-        self._variants: list[Built] = []  # the same step for batches of other forms
-        self._traces = Traces()
-        self._met: dict[str, int] = {}  # the form that a batch of this description had last
-        self._forms_s = 0.0
-        self._executors: dict[tuple[int, int], tuple[dict[int, RankProgram], dict[int, Executor]]] = {}
         self._evaluations = EvaluationForms()
         self._written = Writers()
         self._watch = ReplicaWatch()
@@ -240,9 +223,13 @@ class CompiledModel(NotAModule):
     @property
     def built(self) -> Built:
         """What compilation made; raises InputError before the first step where that does the compiling."""
-        if self._built is None:
+        return self._compiled.first
+
+    @property
+    def _compiled(self) -> StepForms:
+        if self._steps is None:
             raise InputError("nothing is compiled yet: call step once, or give example_inputs= to compile")
-        return self._built
+        return self._steps
 
     def _calling(self, name: str) -> AbstractContextManager[None]:
         """Be in a call that every rank makes meanwhile; this program's, where several share their connections."""
@@ -264,15 +251,12 @@ class CompiledModel(NotAModule):
         front = self._front(args, kwargs, target, world)
         chain = measured_chain(front, self.cluster, self.options, world, self.report, make_bar(world, self.progress))
         back, planned = agreed_plan(front, chain, self.cluster, self.options, world, self.report)
-        self._built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
+        built = place(front, back, chain, planned, world, self.report, backend=self.options.backend)
+        self._steps = StepForms(built, self.model, self.options, self.report)
         self._written = Writers()
-        self._variants.clear()
-        self._traces = Traces()
         self._evaluations = EvaluationForms()
-        self._met.clear()
-        self._executors.clear()
         if world is not None:
-            self._prepare(front.rows)
+            self._steps.executors_of(front.rows, 0, world)
             _LATEST[self.model] = weakref.ref(self)
             self._begin(world)
         if self.dump_folder is not None and (world is None or world.first):
@@ -299,7 +283,7 @@ class CompiledModel(NotAModule):
     def __repr__(self) -> str:
         """Say what is laid out, and how."""
         what = f"{type(self).__name__} of {type(self.model).__name__}"
-        if self._built is None:
+        if self._steps is None:
             return f"<{what}, not compiled before its first step>"
         plan = self.plan
         stages = ", ".join(f"{len(s.blocks)} block(s) on {list(s.devices)}" for s in plan.stages)
@@ -307,7 +291,7 @@ class CompiledModel(NotAModule):
 
     def _take_turn(self, world: World) -> None:
         """Take over what other programs over the same tensors wrote; a collective call."""
-        if take_turn(self._number, self.model, self.options.loss_fn, world) and self._built is not None:
+        if take_turn(self._number, self.model, self.options.loss_fn, world) and self._steps is not None:
             self._own_tensors.note()
 
     def _begin(self, world: World) -> None:
@@ -338,46 +322,10 @@ class CompiledModel(NotAModule):
             same_capture(front, self.options, world)
         return front
 
-    def _prepare(self, rows: int, form: int = 0) -> dict[int, Executor]:
-        """Return this process's executors for a batch's size and form; lowered, verified and kept at first use."""
-        if (form, rows) in self._executors:
-            return self._executors[form, rows][1]
-        built = self._forms[form]
-        begin = time.perf_counter()
-        known = built.back.plan.blocks == len(built.chain.blocks)  # another form of batch may have other blocks
-        times = stage_times(built.chain, built.back.plan, rows) if known else None
-        programs = lower(built.back.plan, built.back.wiring, rows, ranks=self.world.size, times=times)
-        self.report.timed("lower", begin)
-        begin = time.perf_counter()
-        verify_programs(programs, built.back.wiring, built.back.plan)
-        self.report.timed("verify", begin)
-        check_parts(built.front, programs)
-        self.world.prepare(*connections(programs))
-        begin = time.perf_counter()
-        executors = {
-            t.rank: Executor(
-                programs[t.rank],
-                built.values,
-                built.works[t.rank],
-                built.tensors[t.rank],
-                built.tails[t.rank],
-                t,
-                built.shapes[t.rank],
-                news=built.news.get(t.rank),
-            )
-            for t in self.world.transports
-        }
-        check_meetings(programs, built.works, self.world)
-        self.report.timed("differentiate", begin)
-        self._executors[form, rows] = (programs, executors)
-        if len(self._executors) > MOST_VARIANTS:
-            del self._executors[next(iter(self._executors))]
-        return executors
-
     @property
     def _forms(self) -> list[Built]:
         """The step for each form of batch that was met; the first is what was compiled."""
-        return [self.built, *self._variants]
+        return self._compiled.all
 
     @torch.inference_mode(False)
     @every_rank
@@ -390,7 +338,7 @@ class CompiledModel(NotAModule):
         go on with `scaler.step(optimizer)` and `scaler.update()` as on one device, and all ranks do the same.
         Raises InputError, before anything is sent, where the batch is not what the step was compiled for.
         """
-        if self._built is None:
+        if self._steps is None:
             self.build(args, kwargs, target)
         scale = 1.0 if scaler is None else scale_of(scaler)
         form, batch = self._batch(args, kwargs, target, "" if scaler is None else f", scaled by {scale:g}")
@@ -446,10 +394,7 @@ class CompiledModel(NotAModule):
             found = call, tensors = read_call(self.model.forward, args, kwargs, target)
             refuse_gradients(call, tensors)
             described = describe_batch(*found)
-            buffers = next(iter(self.built.tensors.values())).buffers
-            form = choose(
-                self._forms, self.model, self.options.loss_fn, call, tensors, buffers, self._met.get(described, 0)
-            )
+            form = self._compiled.choose(call, tensors, described)
         except NotCaptured as error:
             new = str(error)
         except EfftraError as error:
@@ -463,44 +408,18 @@ class CompiledModel(NotAModule):
         self._own_tensors.note_switches()
         assert problem is None and found is not None
         if new:
-            form = self._new_form(*found, new)
-        if len(self._met) >= MOST_DESCRIBED:
-            self._met.clear()
-        self._met[described] = form
+            form = self._compiled.add(*found, new, world)
+        self._compiled.note(described, form)
         front = self._forms[form].front
         front.captured.feed(held.constants for held in self._forms[form].tensors.values())
         return form, Batch(check_inputs(front, *found), self._named(*found), front.dims)
-
-    def _new_form(self, call: Call, tensors: Sequence[Tensor], reason: str) -> int:
-        """Capture the step for a new form of batch, and lay it out on the tensors that are held; a collective call."""
-        problem: EfftraError | None = None
-        built: Built | None = None
-        begin = time.perf_counter()
-        try:
-            front = capture_again(self.model, self._forms, self._traces, call, tensors, self.options, reason)
-            built = lay_out(self.built, front, self.world, self.options.backend)
-        except EfftraError as error:
-            problem = error
-        self.world.agree(problem, self.world.calls)
-        assert built is not None
-        same_capture(built.front, self.options, self.world)
-        self._forms_s += time.perf_counter() - begin
-        if len(self._variants) == MANY_VARIANTS:
-            self._traces.notes.append(note_of_many(MANY_VARIANTS, self._forms_s, reason))
-        self._tell(self._traces.notes)
-        if len(self._variants) == MOST_VARIANTS:
-            self._variants.clear()
-            self._met.clear()
-            self._executors = {key: value for key, value in self._executors.items() if key[0] == 0}
-        self._variants.append(built)
-        return len(self._variants)
 
     def _named(self, call: Call, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         device = self.world.device
         return {name: t.detach().to(device).contiguous() for name, t in zip(call.tensor_names, tensors, strict=True)}
 
     def _run(self, form: int, batch: Batch, seed: int, scale: float = 1.0) -> dict[int, StepResult]:
-        executors = self._prepare(batch.rows, form)
+        executors = self._compiled.executors_of(batch.rows, form, self.world)
         if self._forms[form].front.alone is not None:
             batch = self._with_keys(batch, seed)
         refresh_copies(self.built)
@@ -582,9 +501,9 @@ class CompiledModel(NotAModule):
     @property
     def programs(self) -> dict[int, RankProgram]:
         """Every rank's program, for the batch size that was prepared last."""
-        if not self._executors:
+        if not self._compiled.executors:
             return lower(self.plan, self.wiring, self.built.front.rows, ranks=len(self.cluster.devices))
-        return next(reversed(self._executors.values()))[0]
+        return next(reversed(self._compiled.executors.values()))[0]
 
     @every_rank
     def state_dict(self) -> dict[str, Tensor]:
@@ -612,14 +531,14 @@ class CompiledModel(NotAModule):
             known = check_state(self.model, state, strict)
         except EfftraError as error:
             problem = error
-        if self._built is None:  # all ranks start from rank 0's state
+        if self._steps is None:  # all ranks start from rank 0's state
             if problem is not None:
                 raise problem
         else:
             agree_on_state(self.world, problem, known)
         self.model.load_state_dict(known, strict=strict)
-        if self._built is not None:
-            take_state(self._built, self.model, known)
+        if self._steps is not None:
+            take_state(self.built, self.model, known)
             self._written.forget(known)
             self._own_tensors.note()
 
@@ -660,7 +579,7 @@ class CompiledModel(NotAModule):
         evaluation: Evaluation | None = None
         described, form = "", -1
         try:
-            if self._built is not None:
+            if self._steps is not None:
                 self._own_tensors.take_writes()
             else:
                 raise InputError("evaluate needs a compiled model: give example_inputs= to compile, or step once")
@@ -678,7 +597,7 @@ class CompiledModel(NotAModule):
         agree_on_batch(self.world, problem, shown, form, self._sample(found))
         assert found is not None
         if evaluation is None:
-            evaluation = self._new_evaluation(*found, described)
+            evaluation = self._evaluations.add(*found, described, self.model, self.built, self.options, self.world)
         dims = dict(zip(found[0].tensor_names, evaluation.dims, strict=True))
         batch = Batch(rows_of_batch(*found, evaluation.dims), self._named(*found), {**dims, **KEY_DIMS})
         self._take_turn(self.world)
@@ -690,41 +609,6 @@ class CompiledModel(NotAModule):
         output = run_evaluation(evaluation, self.plan, self.world, self.built.tensors, batch, seed)
         evaluation.captured.python.leave()
         return output
-
-    def _new_evaluation(self, call: Call, tensors: Sequence[Tensor], described: str) -> Evaluation:
-        """Compile the evaluation of a new form of batch; a collective call."""
-        problem: EfftraError | None = None
-        evaluation: Evaluation | None = None
-        forms, begin = self._evaluations, time.perf_counter()
-        try:
-            owners = {p.name: p.stages for p in self.wiring.parameters}
-            sharded, device = self.built.back.sharded, self.world.device.type
-            dims = {**self.built.front.dims, **self.options.batch_dims}
-            alike = self.options.rng == "layout_free"
-            evaluation = compile_evaluation(
-                self.model, call, tensors, self.plan, owners, sharded, device, dims, alike, forms.traces, forms.kept
-            )
-            rows_of_batch(call, tensors, evaluation.dims)
-        except EfftraError as error:
-            problem = error
-        self.world.agree(problem, self.world.calls)
-        if evaluation is None or problem is not None:
-            assert problem is not None
-            raise problem
-        same_evaluation(evaluation, self.world)
-        forms.seconds += time.perf_counter() - begin
-        if forms.count == MANY_VARIANTS:
-            forms.traces.notes.append(note_of_many(MANY_VARIANTS, forms.seconds))
-        self._tell(forms.traces.notes)
-        forms.keep(evaluation, described, MOST_VARIANTS)
-        return evaluation
-
-    def _tell(self, notes: list[str]) -> None:
-        """Print what nobody has been told yet."""
-        while notes:
-            note = notes.pop(0)
-            if self.world.first:
-                print(f"efftra_fx: {note}", file=sys.stderr)
 
     def _sample(self, found: tuple[Call, tuple[Tensor, ...]] | None) -> dict[str, str]:
         """Return some of a batch's numbers, where there are other processes to compare them with."""
@@ -757,7 +641,7 @@ class CompiledModel(NotAModule):
 
         A collective call. Gradients, buffers, parameters and random state are left as they were.
         """
-        if self._built is None:
+        if self._steps is None:
             self.build(args, kwargs, target)
         state = self.state_dict()
         times, results, form, batch = self._timed_steps(args, kwargs, target, max(repeats, 1))
@@ -835,7 +719,8 @@ class CompiledModel(NotAModule):
         front, chain = self.built.front, self.built.chain
         back, planned = agreed_plan(front, chain, self.cluster, options, world, other.report)
         codes, backend = self.built.codes, self.options.backend
-        other._built = place(front, back, chain, planned, world, other.report, codes, backend=backend)
+        laid = place(front, back, chain, planned, world, other.report, codes, backend=backend)
+        other._steps = StepForms(laid, self.model, options, other.report)
         if world is not None:
             _LATEST[self.model] = weakref.ref(other)
             other._begin(world)

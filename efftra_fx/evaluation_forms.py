@@ -6,17 +6,24 @@ against eager like any other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from efftra_fx.alike import same_evaluation
+from efftra_fx.build import Built
 from efftra_fx.captured import surroundings_of
-from efftra_fx.evaluation import Evaluation, is_output, python_holds
+from efftra_fx.compiler import Options
+from efftra_fx.errors import EfftraError
+from efftra_fx.evaluation import Evaluation, compile_evaluation, is_output, python_holds, rows_of_batch
 from efftra_fx.signature import Call
-from efftra_fx.variants import MOST_DESCRIBED
+from efftra_fx.step_forms import tell
+from efftra_fx.variants import MANY_VARIANTS, MOST_DESCRIBED, MOST_VARIANTS, note_of_many
 from efftra_fx.varying import Traces
+from efftra_fx.world import World
 
 
 @dataclass
@@ -45,14 +52,47 @@ class EvaluationForms:
                 return form
         return None
 
-    def keep(self, form: Evaluation, described: str, most: int) -> None:
-        """Keep one more evaluation; with more than `most` all others are let go."""
-        if len(self.kept) >= most:
+    def add(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        described: str,
+        model: nn.Module,
+        built: Built,
+        options: Options,
+        world: World,
+    ) -> Evaluation:
+        """Compile the evaluation of a new form of batch and keep it; a collective call.
+
+        With more than are kept, all others are let go.
+        """
+        problem: EfftraError | None = None
+        evaluation: Evaluation | None = None
+        begin = time.perf_counter()
+        try:
+            owners = {p.name: p.stages for p in built.back.wiring.parameters}
+            sharded, device, plan = built.back.sharded, world.device.type, built.back.plan
+            dims, alike = {**built.front.dims, **options.batch_dims}, options.rng == "layout_free"
+            evaluation = compile_evaluation(
+                model, call, tensors, plan, owners, sharded, device, dims, alike, self.traces, self.kept
+            )
+            rows_of_batch(call, tensors, evaluation.dims)
+        except EfftraError as error:
+            problem = error
+        world.agree(problem, world.calls)
+        assert evaluation is not None
+        same_evaluation(evaluation, world)
+        self.seconds += time.perf_counter() - begin
+        if self.count == MANY_VARIANTS:
+            self.traces.notes.append(note_of_many(MANY_VARIANTS, self.seconds))
+        tell(self.traces.notes, world)
+        if len(self.kept) >= MOST_VARIANTS:
             self.kept.clear()
             self.met.clear()
         self.count += 1
-        self.kept.append(form)
-        self.met[described] = form
+        self.kept.append(evaluation)
+        self.met[described] = evaluation
+        return evaluation
 
 
 def _answers(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:

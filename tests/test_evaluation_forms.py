@@ -9,8 +9,8 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-import efftra_fx.api
 import efftra_fx.evaluation
+import efftra_fx.evaluation_forms
 import efftra_fx.varying
 from efftra_fx import Cluster, CompiledModel, compile
 from efftra_fx.errors import InputError
@@ -147,8 +147,8 @@ def _no_capture(*_: Any, **__: Any) -> NoReturn:
 def test_many_forms_are_told_once_and_more_than_are_kept_are_let_go(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(efftra_fx.api, "MANY_VARIANTS", 2)
-    monkeypatch.setattr(efftra_fx.api, "MOST_VARIANTS", 3)
+    monkeypatch.setattr(efftra_fx.evaluation_forms, "MANY_VARIANTS", 2)
+    monkeypatch.setattr(efftra_fx.evaluation_forms, "MOST_VARIANTS", 3)
     torch.manual_seed(0)
     net = Plain().double()
     program = program_of(net)

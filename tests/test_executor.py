@@ -114,7 +114,7 @@ def test_a_recorded_step_has_a_span_for_each_instruction_but_those_of_one_group_
     batch = MLP.data(12)
     program.step(*batch.args, target=batch.target)
     ticks = itertools.count()
-    executors = list(program._prepare(12).values())
+    executors = list(program._compiled.executors_of(12, 0, program.world).values())
     for executor in executors:
         executor.clock = lambda: float(next(ticks))
     _, given = program._batch(batch.args, {}, batch.target)

@@ -102,7 +102,7 @@ def test_what_is_set_between_steps_holds_from_the_next_on() -> None:
     )
     dropout.p = 0.0
     assert torch.equal(program.step(x, target=target), plain)
-    assert len(program._variants) == 1
+    assert len(program._compiled.more) == 1
 
 
 def test_a_weight_in_the_loss_that_is_changed_between_steps_counts() -> None:
@@ -118,7 +118,7 @@ def test_a_weight_in_the_loss_that_is_changed_between_steps_counts() -> None:
         weight = number
         expected = weighted(model(x), target).detach()
         torch.testing.assert_close(program.step(x, target=target), expected, rtol=1e-12, atol=0)
-    assert len(program._variants) == 1
+    assert len(program._compiled.more) == 1
     assert {str(read) for read in variables_of(weighted)} == {
         "variable 'weight' of the loss",
         "variable 'SHARE' of the loss",
@@ -145,7 +145,7 @@ def test_weights_in_a_dictionary_or_an_object_count_too() -> None:
         loss_fn.share, SETTINGS["weight"] = share, weight
         expected = loss_fn(model(x), target).detach()
         torch.testing.assert_close(program.step(x, target=target), expected, rtol=1e-12, atol=0)
-    assert len(program._variants) == 2
+    assert len(program._compiled.more) == 2
     SETTINGS["other"] = 3.0
     names = {str(read) for read in variables_of(loss_fn)}
     assert names == {"'self.share' of the loss", "'SETTINGS['weight']' of the loss"}

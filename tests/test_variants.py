@@ -12,8 +12,9 @@ from habits import ROWS, Branches, Habit, Net, classes, cross_entropy, features
 from rig import lay_out
 from torch import Tensor, nn
 
-import efftra_fx.api
 import efftra_fx.captured_step
+import efftra_fx.evaluation_forms
+import efftra_fx.step_forms
 import efftra_fx.varying
 from efftra_fx import CompiledModel
 from efftra_fx.errors import InputError
@@ -169,7 +170,7 @@ def test_a_trace_for_all_sizes_that_is_not_the_model_is_not_used(
     model = Mixer()
     program = program_of(model, 5)
     holds_for(model, program, 6)
-    (trace,) = program._traces.known
+    (trace,) = program._compiled.traces.known
     node = next(n for n in trace.captured.gm.graph.nodes if n.target is torch.ops.aten.softmax.int)
     node.target = torch.ops.aten.log_softmax.int
     holds_for(model, program, 7)
@@ -247,12 +248,13 @@ def test_a_model_that_is_switched_after_compiling_is_captured_again() -> None:
 def test_many_lengths_are_told_once_and_more_than_are_kept_still_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(efftra_fx.api, "MANY_VARIANTS", 2)
-    monkeypatch.setattr(efftra_fx.api, "MOST_VARIANTS", 3)
+    monkeypatch.setattr(efftra_fx.step_forms, "MANY_VARIANTS", 2)
+    for module in (efftra_fx.step_forms, efftra_fx.evaluation_forms):
+        monkeypatch.setattr(module, "MOST_VARIANTS", 3)
     model = Mixer()
     program = program_of(model, 5)
     holds_for(model, program, 3, 6, 7, 8, 3, 5, 8, 8)
-    assert len(program._variants) == 2  # 8 and 3: the others were let go when 8 came
+    assert len(program._compiled.more) == 2  # 8 and 3: the others were let go when 8 came
     told = "2 forms of batch have been met, and capturing them took"
     assert capsys.readouterr().err.count(told) == 1
     met = len(program._evaluations.kept)
@@ -262,18 +264,19 @@ def test_many_lengths_are_told_once_and_more_than_are_kept_still_train(
 
 
 def test_what_is_kept_of_other_forms_and_sizes_is_bounded_and_holds_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(efftra_fx.api, "MOST_VARIANTS", 3)
-    monkeypatch.setattr(efftra_fx.api, "MOST_DESCRIBED", 3)
+    for module in (efftra_fx.step_forms, efftra_fx.evaluation_forms):
+        monkeypatch.setattr(module, "MOST_VARIANTS", 3)
+    monkeypatch.setattr(efftra_fx.step_forms, "MOST_DESCRIBED", 3)
     model = Mixer()
     program = program_of(model, 5)
     holds_for(model, program, 6, 7)
-    assert all(t.device.type == "meta" for one in program._variants for t in one.front.examples.values())
-    assert all(t.device.type == "meta" for one in program._traces.known for t in one.example)
+    assert all(t.device.type == "meta" for one in program._compiled.more for t in one.front.examples.values())
+    assert all(t.device.type == "meta" for one in program._compiled.traces.known for t in one.example)
     for rows in (2, 3, 4, 5, 6, 2, 4):
         ids = torch.randint(0, 9, (rows, 7))
         habit = Habit(model, (ids,), ids.roll(-1, 1), loss)
         assert_same(step(program, habit), one_device(habit), 1e-9)
-    assert len(program._executors) <= 3 and len(program._met) <= 3
+    assert len(program._compiled.executors) <= 3 and len(program._compiled.met) <= 3
 
 
 def test_the_form_that_a_batch_had_last_is_looked_at_first(mixer: tuple[nn.Module, CompiledModel]) -> None:
