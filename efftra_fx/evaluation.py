@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +15,7 @@ from efftra_fx.captured import Captured, surroundings_of
 from efftra_fx.draws import KEY_DIMS, keys_of
 from efftra_fx.dump import print_graph
 from efftra_fx.errors import CaptureError, EfftraError, InputError
+from efftra_fx.eval_mode import evaluating
 from efftra_fx.example import find_batch, model_tensors, other_batches, proof_inputs
 from efftra_fx.front_end import copy_graph
 from efftra_fx.meta import BATCH, CONSTANTS, FREE, OUTPUTS, PATH, ROLE, STAGE, Key, Outputs
@@ -146,18 +146,6 @@ def compile_evaluation(
     random = tuple(any(is_random(n) for n in s.gm.graph.nodes if n.op == "call_function") for s in stages)
     held = {name: constant.to(device) for name, constant in CONSTANTS[gm].items()}
     return Evaluation(stages, wiring, tail, dims, codes, random, held, captured, shapes_of(whole), alike, around)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode for a while, and each back into its own."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from efftra_fx.capture_opaque import (
 )
 from efftra_fx.capture_packed import sequences_kept_padded
 from efftra_fx.capture_refused import own_chance_refused
+from efftra_fx.capture_sizes import sizes_kept_symbols
 from efftra_fx.captured import Captured
 from efftra_fx.plain_graph import inputs_of, plain_graph
 from efftra_fx.python_state import python_kept
@@ -140,6 +141,7 @@ class Attempt:
             stack.enter_context(averages_of_all_batches())
             stack.enter_context(norms_of_one_device())
             stack.enter_context(own_chance_refused())
+            stack.enter_context(sizes_kept_symbols())
             stack.enter_context(checkpoints_inline())
             stack.enter_context(sequences_kept_padded())
             stack.enter_context(padding_zeroed(self.want == "loss"))
