@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efftra_fx.environment import environment_noted
 from efftra_fx.places import is_user_file
 from efftra_fx.python_reads import LEFT, MANY, MISSING, PLAIN, Read, as_it_is, variables_of
 from efftra_fx.python_use import Place, PythonUse
@@ -217,7 +219,8 @@ def reads_noted(state: PythonState) -> Iterator[Noted]:
     nn.Module.__getattribute__ = get  # type: ignore[method-assign]
     nn.Module.__setattr__ = put  # type: ignore[method-assign, assignment]
     try:
-        yield noted
+        with environment_noted(lambda read: noted.of_objects.setdefault((id(os.environ), read.name), read)):
+            yield noted
     finally:
         del nn.Module.__getattribute__
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]

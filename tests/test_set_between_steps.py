@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,6 +147,17 @@ def _set_item(path: str, key: Any, value: Callable[[float], Any] = float) -> Cal
     return lambda model, number: getattr(model, path).__setitem__(key, value(number))
 
 
+def _set_environment(_: Any, number: float) -> None:
+    os.environ["OWN_SCALE"] = str(number)
+
+
+def _set_unless_one(_: Any, number: float) -> None:
+    if number == 1.0:
+        os.environ.pop("OWN_SCALE", None)
+    else:
+        _set_environment(_, number)
+
+
 def _full(number: float) -> Tensor:
     return torch.full((8,), number, dtype=torch.float64)
 
@@ -180,10 +192,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, float], None]]] 
     "a number of another module of code": (_head(FromElsewhere), lambda _, n: setattr(ELSEWHERE, "scale", n)),
     "a number around a function that is called": (_head(ByHelper), _set_global("SCALE", float)),
     "a number around a hook": (_hooked, _set_global("SCALE", float)),
+    "the environment": (lambda: Net(lambda m, h: h * float(os.environ["OWN_SCALE"])), _set_environment),
+    "the environment, asked for": (lambda: Net(lambda m, h: h * float(os.getenv("OWN_SCALE", "3"))), _set_environment),
+    "the environment, where it may lack": (
+        lambda: Net(lambda m, h: h * 2.0 if "OWN_SCALE" in os.environ else h),
+        _set_unless_one,
+    ),
 }
 
 
-CANNOT_BE_GIVEN = ("an array", "a number of a class", "a method", "a function")
+CANNOT_BE_GIVEN = (
+    "an array", "a number of a class", "a method", "a function", "the environment", "the environment, asked for",
+    "the environment, where it may lack",
+)  # fmt: skip
 
 
 class Criterion:
@@ -212,12 +233,17 @@ def _calling(output: Tensor, target: Tensor) -> Tensor:
     return _around(output, target) + 0.0
 
 
+def _by_environment(output: Tensor, target: Tensor) -> Tensor:
+    return float(os.environ.get("OWN_SCALE", 1.0)) * F.cross_entropy(output, target)
+
+
 LOSSES: dict[str, tuple[Callable[[], Loss], Callable[[Any, float], None]]] = {
     "a tensor around it": (lambda: _around, _set_global("WEIGHT", _by_class)),
     "a list around it": (lambda: _listed, lambda _, number: WEIGHTS.__setitem__(0, number)),
     "a tensor around what it calls": (lambda: _calling, _set_global("WEIGHT", _by_class)),
     "a tensor of its own": (Criterion, _set("weight", _by_class)),
     "a list of its own": (Criterion, _set_item("shares", 0)),
+    "the environment": (lambda: _by_environment, _set_environment),
 }
 
 
@@ -250,6 +276,11 @@ def _holds(model: nn.Module, plain: nn.Module, program: CompiledModel, loss: Los
         assert a.grad is not None and b.grad is not None
         assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-13)
     assert torch.allclose(program.evaluate(x), plain(x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.fixture(autouse=True)
+def _environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_SCALE", "1.0")
 
 
 @pytest.mark.parametrize("what", MODELS)
