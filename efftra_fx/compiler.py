@@ -133,7 +133,7 @@ def back_end(
         raise PlanError(undivided(plan.micro_batches))
     begin = time.perf_counter()
     gm = AssignStages(tuple(stage.stop_block for stage in plan.stages))(front.gm)
-    stages = split_stages(gm, len(plan.stages))
+    stages = split_stages(gm, len(plan.stages), held=_held_alike(like))
     wiring = wire(gm, stages, not front.tail.linear)
     report.graph("split-stages", gm)
     for index, stage in enumerate(stages):
@@ -172,6 +172,18 @@ def back_end(
         )
         wiring = replace(wiring, synced=tuple(i for i, one in enumerate(synced) if one is not None))
     return Back(named, stages, wiring, random, sharded, synced)
+
+
+def _held_alike(like: Back | None) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each parameter, where none of them is wider than a rank.
+
+    A stage of another form holds it too, though it may not read it there: its ranks take part in the sums of
+    gradients, and have the same new values.
+    """
+    if like is None:
+        return {}
+    wide = {index for index, stage in enumerate(like.plan.stages) if stage.tensor > 1}
+    return {p.name: p.stages for p in like.wiring.parameters if not wide.intersection(p.stages)}
 
 
 def undivided(micro_batches: int) -> str:

@@ -6,8 +6,9 @@ inputs, which every rank has; so only values that depend on parameters cross.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -60,9 +61,15 @@ class AssignStages:
         return gm
 
 
-def split_stages(gm: fx.GraphModule, stages: int, allow_empty: bool = False) -> tuple[StageGraph, ...]:
+def split_stages(
+    gm: fx.GraphModule,
+    stages: int,
+    allow_empty: bool = False,
+    held: Mapping[str, Collection[int]] = MappingProxyType({}),
+) -> tuple[StageGraph, ...]:
     """Return one graph a stage; needs `STAGE` on every node that has a block.
 
+    A stage that is to have `held` a parameter takes it though none of its nodes reads it, as long as another's does.
     Raises PlanError where a stage has no node, unless that is allowed.
     """
     output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
@@ -70,6 +77,7 @@ def split_stages(gm: fx.GraphModule, stages: int, allow_empty: bool = False) -> 
     results = list(output.args[0])
     place = _places(gm, results)
     crossing = _crossing(gm, place)
+    parameters = [n for n in gm.graph.nodes if n.op == "placeholder" and ROLE[n].kind == "parameter" and n.users]
     graphs = []
     for stage in range(stages):
         own = [n for n in gm.graph.nodes if STAGE.get(n) == stage and n.op == "call_function"]
@@ -81,7 +89,7 @@ def split_stages(gm: fx.GraphModule, stages: int, allow_empty: bool = False) -> 
         news = [(n, m) for n, m in zip(results[outputs.loss : last], outputs.buffers, strict=True) if place[n] == stage]
         parts = [n for n in results[last:] if place[n] == stage]
         wanted = [*sends, *(n for n, _ in bounds), *(n for n, _ in news), *parts]
-        graph = extract(gm, own, wanted)
+        graph = extract(gm, own, wanted, [n for n in parameters if stage in held.get(ROLE[n].name, ())])
         graphs.append(
             StageGraph(
                 graph,
@@ -119,10 +127,15 @@ def _crossing(gm: fx.GraphModule, place: dict[fx.Node, int]) -> dict[fx.Node, tu
     return crossing
 
 
-def extract(gm: fx.GraphModule, own: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a graph that computes `own` nodes; what else it needs is a placeholder or, if free, computed again."""
+def extract(
+    gm: fx.GraphModule, own: Sequence[fx.Node], wanted: Sequence[fx.Node], also: Sequence[fx.Node] = ()
+) -> fx.GraphModule:
+    """Return a graph that computes `own` nodes; what else it needs is a placeholder or, if free, computed again.
+
+    It takes the placeholders `also` whether or not it reads them.
+    """
     inside = set(own)
-    needed: set[fx.Node] = set()
+    needed: set[fx.Node] = set(also)
     pending = [n for node in (*own, *wanted) for n in (node, *node.all_input_nodes)]
     while pending:
         node = pending.pop()
