@@ -1,7 +1,8 @@
 """Functions that take sizes as numbers in C++, put so that the number of rows stays a symbol.
 
 Under a tracer each of these would fix the number of rows, though the model asks for none. They are put as the same
-computation of functions that follow symbols.
+computation of functions that follow symbols. So is one that takes strides as numbers, and writes through memory,
+which a graph that lays its values out otherwise would differentiate wrongly.
 """
 
 from __future__ import annotations
@@ -53,6 +54,15 @@ def chain_matmul(*matrices: Tensor, out: None = None) -> Tensor:
     return multi_dot(matrices)
 
 
+def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    """Write a number on the diagonal of a matrix."""
+    if input.ndim != 2 or wrap:
+        plain: Tensor = torch.ops.aten.fill_diagonal_.default(input, fill_value, wrap)
+        return plain
+    input.diagonal().fill_(fill_value)
+    return input
+
+
 _FUNCTIONS: Mapping[Any, Callable[..., Tensor]] = {
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
@@ -60,6 +70,7 @@ _FUNCTIONS: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.kron: kron,
     torch.linalg.multi_dot: multi_dot,
     torch.chain_matmul: chain_matmul,
+    Tensor.fill_diagonal_: fill_diagonal_,
 }
 
 
@@ -68,4 +79,4 @@ class _PutOtherwise(TorchFunctionMode):
         return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
 
-__all__ = ["chain_matmul", "kron", "multi_dot", "sizes_kept_symbols", "take_along_dim"]
+__all__ = ["chain_matmul", "fill_diagonal_", "kron", "multi_dot", "sizes_kept_symbols", "take_along_dim"]

@@ -244,7 +244,8 @@ class StepGradients:
         for reduce, handle in self.under_way:
             what = f"all_reduce of '{reduce.parameters[0]}'"
             flat = yield from result_of(handle, what)
-            found.update({slot.name: slot.view(flat) for slot in self.layout.buckets[reduce].slots})
+            # Tensors of their own over the bucket's memory, which may be detached in place as any gradient.
+            found.update({slot.name: slot.view(flat).data for slot in self.layout.buckets[reduce].slots})
         for name, tensor, filled in zip(self.layout.names, self.sums.tensors, self.sums.filled, strict=True):
             if filled and tensor is not None:
                 found[name] = tensor

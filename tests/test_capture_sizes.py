@@ -25,6 +25,7 @@ BETWEEN: Mapping[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (torch.stack([torch.randperm(WIDTH) for _ in range(ROWS)]),),
     ),
     "kron": (lambda m, h: torch.kron(h, torch.tensor([[1.0, 2.0]]).double())[:, ::2], ()),
+    "fill_diagonal_": (lambda m, h: h @ (h.T @ h).fill_diagonal_(0.0), ()),
     "multi_dot": (lambda m, h: torch.linalg.multi_dot([h, m.b.weight, m.b.weight.T]), ()),
 }
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from against_eager import compiled
+from habits import plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
@@ -165,3 +167,18 @@ def test_generated_code_tells_each_sum_once_when_its_last_term_is_there() -> Non
     assert [index for index, _ in told] == [0, 1]
     for index, value in told:
         assert torch.equal(value, step(x, y)[index])
+
+
+def test_gradients_of_replicas_may_be_detached_and_cleared_in_place() -> None:
+    habit = plain()
+    program = compiled(habit, stages=2, replicas=(2, 1), micro_batches=2)
+    found = []
+    for _ in range(2):
+        for parameter in program.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        program.step(*habit.args, target=habit.target)
+        found.append([p.grad.clone() for p in program.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(program.parameters()))
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=0)
