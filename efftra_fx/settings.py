@@ -3,24 +3,27 @@
 A weight of a loss, a temperature or a mask that follows a schedule would make another captured step for each of its
 values. Where a second value is met, the step is captured with such a number as a tensor in its place, and from then on
 that tensor is given the present value before each step. The graph computes with it whatever its value is: where Python
-asks for the value (a branch, a rounded number, `dropout(p=...)`), the step is captured for each value as before.
+asks for the value (a branch, a rounded number, a key, `dropout(p=...)`), the step is captured for each value as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from efftra_fx.errors import CaptureError
+from efftra_fx.places import is_user_file
 from efftra_fx.python_reads import Read, Which, as_it_is, same
 
 
@@ -28,7 +31,7 @@ class _Form(str):
     """What numbers, or tensors of the same form, share."""
 
 
-_FLOAT = _Form("a number")
+_NUMBERS = {float: _Form("a number"), int: _Form("a whole number")}
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,20 @@ class Setting:
     def feed(self) -> None:
         """Give the present value to the tensors."""
         for tensor, leaf in zip(self.tensors, _leaves(self.read.look()), strict=True):
-            tensor.fill_(leaf) if isinstance(leaf, float) else tensor.copy_(leaf)
+            tensor.fill_(leaf) if is_number(leaf) else tensor.copy_(leaf)
 
     @property
     def text(self) -> str:
         """The present value as text; of tensors a few numbers."""
-        some = (one if isinstance(one, float) else one.flatten()[:8].tolist() for one in _leaves(self.read.look()))
+        some = (one if is_number(one) else one.flatten()[:8].tolist() for one in _leaves(self.read.look()))
         return ", ".join(map(str, some))
+
+
+class Number(NamedTuple):
+    """A tensor that stands for a number of Python, which may be `whole`."""
+
+    tensor: Tensor
+    whole: bool
 
 
 class NumbersOfPython(TorchFunctionMode):
@@ -74,9 +84,9 @@ class NumbersOfPython(TorchFunctionMode):
     or where it meets less than single precision, in which Python's numbers are not rounded first.
     """
 
-    def __init__(self, numbers: Iterable[Tensor]) -> None:
+    def __init__(self, numbers: list[Number]) -> None:
         super().__init__()
-        self.numbers = list(numbers)
+        self.numbers = numbers
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,26 +94,62 @@ class NumbersOfPython(TorchFunctionMode):
         """Call a function of torch."""
         kwargs = kwargs or {}
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        others = [one for one in given if not self._is_number(one)]
+        others = [one for one in given if self._number(one) is None]
         if len(others) == len(given) or getattr(function, "__name__", "") == "__get__":
             return function(*args, **kwargs)
         if function in _MAKERS:
             raise CaptureError(f"{function.__name__} makes a tensor of a number")
         if not others:
             result = function(*args, **kwargs)
-            self.numbers += [one for one in tree_leaves(result) if isinstance(one, Tensor) and not one.ndim]
+            found = [one for one in tree_leaves(result) if isinstance(one, Tensor) and not one.ndim]
+            self.numbers += [Number(one, self._any_whole(given)) for one in found]
             return result
         dtype = _dtype_met(others)
+        if self._any_whole(given) and not any(one.is_floating_point() or one.is_complex() for one in others):
+            raise CaptureError("a whole number meets whole numbers")  # of which some are whole, and some are not
         if dtype is not None:
             as_met = partial(self._converted, dtype)
             args, kwargs = tree_map(as_met, args), tree_map(as_met, dict(kwargs))
         return function(*args, **kwargs)
 
-    def _is_number(self, value: Any) -> bool:
-        return any(value is one for one in self.numbers)
+    def _number(self, value: Any) -> Number | None:
+        return next((one for one in self.numbers if one.tensor is value), None)
+
+    def _any_whole(self, values: Sequence[Tensor]) -> bool:
+        return any(one is not None and one.whole for one in map(self._number, values))
 
     def _converted(self, dtype: torch.dtype, value: Any) -> Any:
-        return value.to(dtype) if self._is_number(value) else value
+        return value.to(dtype) if self._number(value) is not None else value
+
+
+_TOLD_BY = ("__hash__", "__format__", "__repr__", "__copy__", "__deepcopy__", "__reduce_ex__")
+
+
+@contextmanager
+def _not_told_apart(numbers: list[Number]) -> Iterator[None]:
+    """While this lasts, raise CaptureError where a user's line takes such a number for a key, a text or a copy."""
+
+    def asked(name: str, plain: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        if is_user_file(sys._getframe(2).f_code.co_filename) and any(one.tensor is tensor for one in numbers):
+            raise CaptureError(f"{name} of a number is asked for")
+        return plain(tensor, *args)
+
+    def replaced(kind: type, name: str) -> Any:
+        plain = getattr(kind, name)
+        return lambda tensor, *args: asked(name, plain, tensor, *args)
+
+    kinds = [(kind, name) for kind in (Tensor, FakeTensor) for name in _TOLD_BY if hasattr(kind, name)]
+    before = [(kind, name, vars(kind).get(name)) for kind, name in kinds if kind is Tensor or name in vars(kind)]
+    for kind, name, _ in before:
+        setattr(kind, name, replaced(kind, name))
+    try:
+        yield
+    finally:
+        for kind, name, own in before:
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
 
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -133,16 +179,17 @@ def may_be_set(read: Read) -> bool:
 @contextmanager
 def stood_in(settings: Sequence[Setting], tensors: Sequence[Tensor]) -> Iterator[None]:
     """While this lasts, have these tensors in the places of what is read; raises CaptureError where one takes none."""
-    before, source, numbers = [(one.read, one.read.look()) for one in settings], iter(tensors), list[Tensor]()
+    before, source, numbers = [(one.read, one.read.look()) for one in settings], iter(tensors), list[Number]()
     try:
         for read, value in before:
             given = [next(source) for _ in _leaves(value)]
-            numbers += [t for t, leaf in zip(given, _leaves(value), strict=True) if isinstance(leaf, float)]
+            pairs = zip(given, _leaves(value), strict=True)
+            numbers += [Number(t, isinstance(leaf, int)) for t, leaf in pairs if is_number(leaf)]
             try:
                 read.put(_put_together(value, iter(given)))
             except (AttributeError, TypeError) as error:  # a frozen object
                 raise CaptureError(f"{read} cannot be set: {error}") from error
-        with NumbersOfPython(numbers) if numbers else nullcontext():
+        with NumbersOfPython(numbers) if numbers else nullcontext(), _not_told_apart(numbers):
             yield
     finally:
         for read, value in before:
@@ -165,8 +212,8 @@ def as_noted(reads: Sequence[Read]) -> Iterator[None]:
 
 def kind_of(value: Any) -> Any:
     """Return what two values (as they are) share that differ in numbers and tensors of the same form alone."""
-    if isinstance(value, float):
-        return _FLOAT
+    if is_number(value):
+        return _NUMBERS[int if isinstance(value, int) else float]
     if isinstance(value, Which) and _is_plain(value.held):
         return _Form(f"a tensor {list(value.held.shape)} {value.held.dtype} {value.held.device}")
     if isinstance(value, tuple):
@@ -185,6 +232,11 @@ def _numbers_in(kind: Any) -> int:
     return sum(map(_numbers_in, kind)) if isinstance(kind, tuple) else 0
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Say whether a value is a number that is computed with, whole or not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_plain(value: Any) -> bool:
     """Say whether a value is a tensor that nothing trains."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad
@@ -192,7 +244,7 @@ def _is_plain(value: Any) -> bool:
 
 def _leaves(value: Any) -> list[Any]:
     """Return the numbers and tensors in a value, in order."""
-    if isinstance(value, float) or _is_plain(value):
+    if is_number(value) or _is_plain(value):
         return [value]
     if isinstance(value, SimpleNamespace):
         value = vars(value)
@@ -205,7 +257,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _put_together(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a value with tensors in the places of its numbers and tensors."""
-    if isinstance(value, float) or _is_plain(value):
+    if is_number(value) or _is_plain(value):
         return next(tensors)
     if isinstance(value, SimpleNamespace):
         return SimpleNamespace(**_put_together(vars(value), tensors))

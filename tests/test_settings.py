@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -76,8 +76,16 @@ GIVEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[float], Any]]]
     "a pair": (lambda m, h: h * m.t[0] + m.t[1][0] * m.t[1][1], _pair),
     "a dictionary": (lambda m, h: h * m.t["kl"] + m.t["mask"], _named),
 }
+WHOLE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a share": lambda m, h: h * (m.t / (m.t + 1)) + h.sin() * 0.9**m.t,
+    "the smaller of two": lambda m, h: h * min(1.0, m.t / 10),
+    "a remainder": lambda m, h: h * (1 + m.t % 3 + m.t // 2),
+    "a power": lambda m, h: h**m.t,
+}
 ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "by a branch": _branch,
+    "by a dictionary": lambda m, h: h * m.t * {0.9: 2.0}.get(m.t, 1.0),
+    "by a set": lambda m, h: h * m.t if m.t not in {0.75, 1.0} else h,
     "by NumPy": _by_numpy,
     "by a rounded number": lambda m, h: h * int(8 * m.t),
     "by a function of numbers": lambda m, h: h * math.exp(m.t),
@@ -129,6 +137,53 @@ def test_a_schedule_takes_one_more_capture_for_all_its_values(what: str) -> None
         _holds(model, plain, program)
         assert model.t is own and repr(own) == repr(value(number))  # and what is in it
     assert len(program._forms) == 2 and program._evaluations.count == 2
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_whole_numbers_that_count_up_take_one_more_capture(what: str) -> None:
+    torch.manual_seed(0)
+    model = Net(WHOLE[what], 1).double()
+    plain = copy.deepcopy(model)
+    program = _compiled(model)
+    for number in (1, 2, 3, 4, 9, 20):
+        model.t = plain.t = number
+        _holds(model, plain, program)
+    assert len(program._forms) == 2
+
+
+@cache
+def _kept(number: int) -> float:
+    return 2.0 if number == 4 else 1.0
+
+
+LOOKED_UP: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "by an index": lambda m, h: h * [1.0, 2.0, 3.0, 4.0, 5.0][m.t],
+    "by a range": lambda m, h: h * sum(range(m.t)),
+    "by a slice": lambda m, h: h[:, : m.t].sum(1, keepdim=True) * h * m.t,
+    "by a remainder": lambda m, h: h * m.t if m.t % 3 else h,
+    "by a dictionary": lambda m, h: h * m.t * {4: 2.0}.get(m.t, 1.0),
+    "by a name": lambda m, h: h * m.t * {"t4": 2.0}.get(f"t{m.t}", 1.0),
+    "by its text": lambda m, h: h * m.t * {"4": 2.0}.get(str(m.t), 1.0),
+    "by a format": lambda m, h: h * m.t * {"04": 2.0}.get(f"{m.t:02d}", 1.0),
+    "by a copy": lambda m, h: h * copy.deepcopy(m.t),
+    "by a kept function": lambda m, h: h * m.t * _kept(m.t),
+    "by repetition": lambda m, h: torch.cat([h] * m.t, 1)[:, -8:] * m.t,
+    "by a shift": lambda m, h: h * (m.t << 1),
+    "by a shape": lambda m, h: h.repeat(1, m.t)[:, -8:] * m.t,
+    "by whole numbers": lambda m, h: h * (torch.arange(8) * m.t // 3),
+}
+
+
+@pytest.mark.parametrize("what", LOOKED_UP)
+def test_a_whole_number_that_python_or_whole_numbers_meet_is_captured_for_each_value(what: str) -> None:
+    torch.manual_seed(0)
+    model = Net(LOOKED_UP[what], 1).double()
+    plain = copy.deepcopy(model)
+    program = _compiled(model)
+    for number in (1, 2, 3, 4):
+        model.t = plain.t = number
+        _holds(model, plain, program)
+    assert len(program._forms) == 4
 
 
 @pytest.mark.parametrize("what", ASKED)
@@ -258,10 +313,10 @@ def test_only_numbers_and_tensors_that_can_be_reached_are_given() -> None:
 
     trained = torch.zeros(2, requires_grad=True)
     others: list[tuple[Any, Any]] = [(trained, torch.ones(2)), (torch.ones(2), torch.ones(3))]
-    others += [(torch.ones(2), torch.ones(2).int()), (1, 2), (1.0, 2), (True, False), (1.0, None), ([1.0], [1.0, 2.0])]
+    others += [(torch.ones(2), torch.ones(2).int()), (1.0, 2), (True, False), (1.0, None), ([1.0], [1.0, 2.0])]
     for before, now in others:
         assert not may_be_set(read(before, now))
-    assert may_be_set(read([1.0, 2], [0.5, 2])) and not may_be_set(read([1.0, 2], [0.5, 3]))
+    assert may_be_set(read([1.0, 2], [0.5, 3])) and not may_be_set(read([1.0, "a"], [0.5, "b"]))
     place = read({"a": 1.0}, {"a": 2.0})
     setting, tensor = Setting.of(place), torch.tensor(7.0)
     with stood_in([setting], [tensor]):
