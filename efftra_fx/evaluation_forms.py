@@ -19,6 +19,7 @@ from efftra_fx.captured import surroundings_of
 from efftra_fx.compiler import Options
 from efftra_fx.errors import EfftraError
 from efftra_fx.evaluation import Evaluation, compile_evaluation, is_output, python_holds, rows_of_batch
+from efftra_fx.meta import OUTPUTS
 from efftra_fx.signature import Call
 from efftra_fx.step_forms import tell
 from efftra_fx.variants import MANY_VARIANTS, MOST_DESCRIBED, MOST_VARIANTS, note_of_many
@@ -35,6 +36,7 @@ class EvaluationForms:
     met: dict[str, Evaluation] = field(default_factory=dict)
     seconds: float = 0.0
     count: int = 0
+    left: set[str] = field(default_factory=set)  # buffers of which it was said that no evaluation writes them
 
     def find(
         self, model: nn.Module, call: Call, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor], described: str
@@ -85,6 +87,7 @@ class EvaluationForms:
         self.seconds += time.perf_counter() - begin
         if self.count == MANY_VARIANTS:
             self.traces.notes.append(note_of_many(MANY_VARIANTS, self.seconds))
+        self._note_writes(evaluation)
         tell(self.traces.notes, world)
         if len(self.kept) >= MOST_VARIANTS:
             self.kept.clear()
@@ -93,6 +96,17 @@ class EvaluationForms:
         self.kept.append(evaluation)
         self.met[described] = evaluation
         return evaluation
+
+    def _note_writes(self, evaluation: Evaluation) -> None:
+        """Say once which buffers the model writes in eval mode, and an evaluation does not."""
+        written = [name for name in OUTPUTS[evaluation.captured.gm].buffers if name not in self.left]
+        if written:
+            self.left.update(written)
+            names = ", ".join(f"'{name}'" for name in written)
+            self.traces.notes.append(
+                f"in eval mode forward writes {names}, which evaluate leaves as it is, so that it does not disturb "
+                "training; where that is not meant, let forward ask self.training"
+            )
 
 
 def _answers(form: Evaluation, named: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> bool:

@@ -249,3 +249,32 @@ class Windowed(Tagger):
 def test_an_output_may_be_a_tensor_for_some_lengths_and_a_number_for_others() -> None:
     model = Windowed().double()
     holds_for(model, program_of(model), (6, 5), (6, 4), (6, 9), (1, 9), (5, 12), (4, 6), (1, 3))
+
+
+class Queue(nn.Module):
+    """Compares rows with those of the batch before, and keeps these in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.before: Tensor
+        self.register_buffer("before", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.before
+        self.before.copy_(x.detach().mean(0))
+        return out
+
+
+def test_buffers_that_are_written_in_eval_mode_stay_and_that_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    x, model = torch.randn(6, 4).double(), Queue().double()
+    program = compile(
+        model, Cluster.local(2), example_inputs=(x,), loss_fn=lambda out: out.square().mean(), costs="estimated"
+    )
+    program.step(x)
+    before = model.before.clone()
+    assert torch.allclose(before, x.mean(0))
+    for rows in (6, 4):
+        torch.testing.assert_close(program.evaluate(2 * x[:rows]), model.layer(2 * x[:rows]) + before)
+    assert torch.equal(model.before, before)
+    assert capsys.readouterr().err.count("in eval mode forward writes 'before', which evaluate leaves as it is") == 1
