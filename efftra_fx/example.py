@@ -30,6 +30,13 @@ def find_batch(
         raise BatchError(f"batch_dims names '{unknown[0]}', but the tensors are {', '.join(names)}")
     sized = [(n, t) for n, t in zip(names, tensors, strict=True) if given.get(n, 0) is not None and t.ndim > 0]
     if not sized:
+        apart = next((n for n, t in zip(names, tensors, strict=True) if t.ndim > 0), None)
+        if apart is not None:  # as where a target of rows times length was taken for what has the rows
+            raise BatchError(
+                f"no argument carries a batch: '{apart}' was taken to have no rows, since the target has others or "
+                f"batch_dims says so; say where they are when you compile, as in batch_dims={{'{apart}': 0, "
+                "'target': None}"
+            )
         raise BatchError("no argument carries a batch: at least one tensor must have rows along dimension 0")
     first = next((p for p in sized if p[0] in given), next((p for p in sized if p[0] == "target"), sized[0]))
     name, tensor = first

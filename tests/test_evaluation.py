@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from efftra_fx import Cluster, compile
-from efftra_fx.errors import CaptureError, InputError
+from efftra_fx.errors import BatchError, CaptureError, InputError
 
 
 def assert_same_output(expected: Any, found: Any) -> None:
@@ -219,3 +219,19 @@ def test_a_model_that_writes_weights_in_eval_mode_trains_and_is_evaluated_as_a_c
     copy = Rescaled(4, 3, bias=False).double()
     copy.load_state_dict(made.state_dict())
     torch.testing.assert_close(copy.eval()(x), F.linear(x, weight))
+
+
+def test_a_target_of_rows_times_length_says_how_to_evaluate() -> None:
+    x, y = torch.randn(6, 5, 4).double(), torch.randint(0, 3, (30,))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1)).double()
+    fixed: dict[str, Any] = {"example_inputs": (x,), "example_target": y, "loss_fn": F.cross_entropy}
+    program = compile(model, Cluster.local(2), costs="estimated", **fixed)
+    with pytest.raises(
+        BatchError, match=r"'input' was taken to have no rows.*batch_dims=\{'input': 0, 'target': None\}"
+    ):
+        program.evaluate(x)
+    program = compile(
+        model, Cluster.local(2), costs="estimated", batch_dims={"input": 0, "target": None}, replicas=(2,), **fixed
+    )
+    torch.testing.assert_close(program.step(x, target=y), F.cross_entropy(model(x), y).detach())
+    torch.testing.assert_close(program.evaluate(x[:5]), model(x[:5]))
