@@ -187,14 +187,23 @@ def lay_out(base: Built, front: Front, world: World, backend: str | None = None)
         held = owners.get(parameter.name)
         if held != parameter.stages:
             if held is None:
-                raise InputError(
-                    f"the model uses '{parameter.name}', which it did not when it was compiled; compile it again"
-                )
+                raise InputError(_of_no_stage(base, parameter.name))
             raise InputError(
                 f"this form of batch uses '{parameter.name}' in stages {list(parameter.stages)}, but stages "
                 f"{list(held)} hold it; give a batch of this form to compile, or compile for it apart"
             )
     return place(front, back, base.chain, base.planned, world, Report(kept=False), base=base, backend=backend)
+
+
+def _of_no_stage(base: Built, name: str) -> str:
+    """Say what to do about a parameter that no stage holds: one of another task, or one that came later."""
+    if ("parameter", name) not in base.front.tensors:
+        return f"the model uses '{name}', which it did not have when it was compiled; compile it again"
+    return (
+        f"this form of batch uses '{name}', which the batch that the model was compiled for does not, so that no stage "
+        "holds it; compile another program of the same model with a batch of this form as its example, and give each "
+        "program its batches (see 'Several programs' in the guide)"
+    )
 
 
 def _same_cuts(front: Front, plan: Plan, owners: Mapping[str, tuple[int, ...]]) -> Plan:

@@ -256,7 +256,7 @@ def test_a_model_that_was_converted_or_extended_is_refused_by_name() -> None:
     model.append(nn.Linear(3, 3).double())
     refuses(
         InputError,
-        "the model uses '7.weight', which it did not when it was compiled; compile it again",
+        "the model uses '7.weight', which it did not have when it was compiled; compile it again",
         lambda: converted.step(x, target=y),
     )
 

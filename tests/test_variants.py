@@ -354,3 +354,26 @@ def test_a_form_that_no_cut_fits_says_which_parameters_are_where(way: str, words
     step(program, Habit(model, (features(),), classes(), cross_entropy))
     with pytest.raises(InputError, match=words):
         program.step(features(), way=way, target=classes())
+
+
+class Tasks(nn.Module):
+    """A body with a head for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 6), nn.ModuleDict({name: nn.Linear(6, 3) for name in "ab"})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        out: Tensor = self.heads[task](self.body(x).tanh())
+        return out
+
+
+def test_tasks_of_one_model_take_a_program_each_as_the_refusal_says() -> None:
+    torch.manual_seed(0)
+    model = Tasks().double()
+    habits = {task: Habit(model, (features(), task), classes(), cross_entropy) for task in "ab"}
+    programs = {task: compiled(habit, stages=2, replicas=(2, 1)) for task, habit in habits.items()}
+    with pytest.raises(InputError, match=r"uses 'heads\.b\.(bias|weight)', which the batch .* 'Several programs'"):
+        programs["a"].step(*habits["b"].args, target=habits["b"].target)
+    for task in "abba":
+        assert_same(step(programs[task], habits[task]), one_device(habits[task]), 1e-9)
