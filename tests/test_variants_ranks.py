@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from habits import ROWS, Branches, Experts, Habit, TripleGradient, classes, cross_entropy, features
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from efftra_fx import Cluster, compile
 from efftra_fx.errors import InputError
@@ -80,3 +81,65 @@ def test_ranks_take_new_forms_together_and_refuse_different_batches_alike() -> N
             for name, gradient in found.items():
                 other = gradients[name]
                 assert (other is None and not gradient.any()) or torch.allclose(gradient, other, rtol=1e-8, atol=1e-12)
+
+
+class Tasks(nn.Module):
+    """A body with a head for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 6), nn.ModuleDict({name: nn.Linear(6, 3) for name in "ab"})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        out: Tensor = self.heads[task](self.body(x).tanh())
+        return out
+
+
+TASKS = "abbaab"
+
+
+def _task(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(6, 4, generator=generator, dtype=torch.float64), torch.randint(0, 3, (6,), generator=generator)
+
+
+def tasks_on_ranks() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, programs = Tasks().double(), {}
+    for task in "ab":
+        x, y = _task(0)
+        programs[task] = compile(
+            model,
+            Cluster.from_env(),
+            example_inputs=(x, task),
+            example_target=y,
+            loss_fn=F.cross_entropy,
+            costs="estimated",
+            cuts=["heads"],
+            replicas=(1, 1),
+            micro_batches=2,
+            timeout=60.0,
+        )
+    more = [p for name, p in programs["b"].named_parameters() if name.startswith("heads.b")]
+    optimizer = torch.optim.AdamW([*programs["a"].parameters(), *more])
+    for number, task in enumerate(TASKS):
+        x, y = _task(number)
+        optimizer.zero_grad()
+        programs[task].step(x, task, target=y)
+        optimizer.step()
+    return programs["b"].state_dict()
+
+
+def test_programs_of_several_tasks_train_one_model_on_ranks() -> None:
+    torch.manual_seed(0)
+    model = Tasks().double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, task in enumerate(TASKS):
+        x, y = _task(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, task), y).backward()
+        optimizer.step()
+    for state in run_ranks(tasks_on_ranks, 2, limit_s=120.0):
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-10), name
