@@ -416,7 +416,7 @@ def build(name: str) -> Made:
 
 
 def made(architecture: Architecture) -> Made:
-    """Return an architecture's model in training mode (batch norms fixed) and float64, and its batch."""
+    """Return an architecture's model in training mode (batch norms fixed, no dropout) and float64, and its batch."""
     torch.manual_seed(0)
     model, inputs = architecture.make()
     wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -424,4 +424,6 @@ def made(architecture: Architecture) -> Made:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
+        elif isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0  # some write theirs into the model, whatever the configuration says
     return model, wide
