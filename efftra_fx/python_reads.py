@@ -120,7 +120,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+        return list(a) == list(b) and all(same(value, b[key]) for key, value in a.items())  # in the same order
     if isinstance(a, Tensor):
         return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
     return bool(a == b) or bool(a != a and b != b)  # a NaN is still the same

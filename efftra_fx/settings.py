@@ -26,6 +26,8 @@ from efftra_fx.errors import CaptureError
 from efftra_fx.places import is_user_file
 from efftra_fx.python_reads import Read, Which, as_it_is, same
 
+_MANY = 64  # numbers and tensors in one value that are worth a tensor each
+
 
 class _Form(str):
     """What numbers, or tensors of the same form, share."""
@@ -173,7 +175,7 @@ def may_be_set(read: Read) -> bool:
     if read.holder is None or read.by_forward:
         return False
     kind, leaves = kind_of(read.now), _leaves(read.look())
-    return bool(leaves) and len(leaves) == _numbers_in(kind) and same(kind_of(read.value), kind)
+    return 0 < len(leaves) <= _MANY and len(leaves) == _numbers_in(kind) and same(kind_of(read.value), kind)
 
 
 @contextmanager

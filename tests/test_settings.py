@@ -262,6 +262,17 @@ def test_two_schedules_take_two_more_captures_and_other_batches_their_own() -> N
     assert len(program._forms) == 3
 
 
+def test_a_dictionary_in_another_order_is_captured_again() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda m, h: h * m.t["a"] + h.sin() * list(m.t.values())[0] * m.t["b"], {"a": 1.0, "b": 2.0}).double()
+    plain = copy.deepcopy(model)
+    program = _compiled(model)
+    for value in ({"a": 0.5, "b": 3.0}, {"a": 0.25, "b": 4.0}, {"b": 4.0, "a": 0.25}, {"b": 5.0, "a": 0.75}):
+        model.t = plain.t = value
+        _holds(model, plain, program)
+    assert len(program._forms) == 4
+
+
 def test_a_value_of_another_kind_is_captured_again() -> None:
     torch.manual_seed(0)
     model = Net(lambda m, h: h * m.t).double()
@@ -320,6 +331,7 @@ def test_only_numbers_and_tensors_that_can_be_reached_are_given() -> None:
         assert not may_be_set(read(before, now))
     assert may_be_set(read([1.0, 2], [0.5, 3])) and not may_be_set(read([1.0, "a"], [0.5, "b"]))
     place = read({"a": 1.0}, {"a": 2.0})
+    assert may_be_set(read([0.5] * 64, [1.0] * 64)) and not may_be_set(read([0.5] * 65, [1.0] * 65))
     setting, tensor = Setting.of(place), torch.tensor(7.0)
     with stood_in([setting], [tensor]):
         assert place.look()["a"] is tensor
